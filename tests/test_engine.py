@@ -14,7 +14,7 @@ from torch import Tensor
 from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Engine, Request
 from anabranch.drafting.combined import CombinedDrafter
-from anabranch.drafting.drafter import Drafter, Row, Wrapped
+from anabranch.drafting.drafter import Drafter, Row, altered
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
 from anabranch.methods.lookahead import LookaheadDrafter
 from anabranch.methods.none import NoDrafter
@@ -191,19 +191,20 @@ def test_the_length_limit_and_end_tokens_cut_inside_an_accepted_path(cut: int) -
     assert [step.finish for step in steps[:-1]] == [None] * (len(steps) - 1)
 
 
-class Watched(Wrapped):
-    """Another drafter, and whether it kept to its depth and its budget."""
+def watched(drafter: Drafter, sizes: list[int]) -> Drafter:
+    """A drafter that is checked for keeping to its depth and its budget."""
 
-    drafts = 0
-
-    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        trees = self.drafter.draft(rows, budget)
+    def draft(rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        trees = type(drafter).draft(made, rows, budget)
         for row, tree in zip(rows, trees, strict=True):
             assert tree.tokens[0] == row.root
             assert tree.max_depth <= row.max_depth
-            assert tree.size <= min(budget, self.max_nodes)
-            self.drafts += tree.size - 1
+            assert tree.size <= min(budget, drafter.max_nodes)
+            sizes.append(tree.size)
         return trees
+
+    made = altered(drafter, draft=draft)
+    return made
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -211,12 +212,12 @@ class Watched(Wrapped):
 def test_drafts_keep_to_their_room_up_to_the_models_last_position(name: str, case: str) -> None:
     target = small(case)
     asked = [request(80, 3, 100), request(85, 4, 3)]
-    watched = Watched(DRAFTERS[name](target))
-    found, steps = decode(target, asked, watched, rows=2, capacity=500)
+    sizes: list[int] = []
+    found, steps = decode(target, asked, watched(DRAFTERS[name](target), sizes), rows=2, capacity=500)
     assert found == decode(target, asked, capacity=500)[0]
     assert len(found[0]) == 96 - 80
     assert steps[0][-1].finish == "length"
-    assert watched.drafts > 0
+    assert max(sizes) > 1
 
 
 @pytest.mark.parametrize("name", ["ride", "combined"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch.api import DRAFTERS
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding import scheduler as module
 from anabranch.decoding.engine import Engine, Request
@@ -65,9 +65,9 @@ def finish(scheduler: Scheduler) -> None:
         scheduler.tick()
 
 
-def flat(target: Decoder) -> Speculation:
+def flat(target: Decoder) -> Controller:
     """A controller for which drafts cost nothing, so adaptive drafters draft."""
-    return Speculation(Costs(PassCosts(StepCosts((1, 100), (1.0, 1.001))), 0.0), ragged=target.ragged)
+    return Controller(Costs(PassCosts(StepCosts((1, 100), (1.0, 1.001)))), ragged=target.ragged)
 
 
 # -- turns ------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def mixed() -> list[Request]:
 def test_rows_of_all_kinds_together_decode_as_each_alone(case: str) -> None:
     target = small(case)
     adapter = small_adapter(target)
-    scheduler = Scheduler(target, speculation=flat(target), prefix_bytes=0)
+    scheduler = Scheduler(target, controller=flat(target), prefix_bytes=0)
     drafters = [make_drafter(spec, target, adapter) for spec in SPECS]
     tickets = [scheduler.submit(asked, drafter) for asked, drafter in zip(mixed(), drafters, strict=True)]
     chain = make_drafter("streams:tree=chain", target, adapter)
@@ -204,7 +204,7 @@ def test_rows_of_all_kinds_together_decode_as_each_alone_in_native_bfloat16() ->
     """The kernels' results of a row do not depend on the others, nor on how many nodes a pass has."""
     _, target = native_target()
     adapter = small_adapter(target, replace(RICH, conditioning_rank=32, root_width=32)).to(torch.bfloat16)
-    scheduler = Scheduler(target, speculation=flat(target), prefix_bytes=0)
+    scheduler = Scheduler(target, controller=flat(target), prefix_bytes=0)
     drafters = [make_drafter(spec, target, adapter) for spec in SPECS]
     tickets = [scheduler.submit(asked, drafter) for asked, drafter in zip(mixed(), drafters, strict=True)]
     finish(scheduler)

@@ -17,7 +17,8 @@ from torch import nn
 from anabranch import loading
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.capabilities import Support, check_named_once, refuse, support_of
-from anabranch.control.profiles import Known, Situation, keep_arms, settle, tuned_drafter
+from anabranch.control.controller import Controller
+from anabranch.control.profiles import Known, Situation, keep_choice, settle, tuned_drafter
 from anabranch.declared import ChatKeywords, Keywords
 from anabranch.decoding import generation
 from anabranch.decoding.generation import Chunk, Generation
@@ -119,7 +120,7 @@ class Model:
         renewed_after_fork(self)
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
-        self._stored = -math.inf  # when what the arms of "auto" yielded was last stored
+        self._stored = -math.inf  # when yields of drafters were last stored
         self._scheduler = Scheduler(target.decoder)
         self.drafter_of(self.spec)  # raise for unsupported combinations now
 
@@ -171,23 +172,24 @@ class Model:
             drafter = self._built(spec)
             if drafter.adaptive and self.known is None:
                 self.known = settle(self.target, self.adapters)
-                self._scheduler.speculate(self.known.costs, self.known.arms)
+                controller = Controller(self.known.costs, ragged=self.target.decoder.ragged, choice=self.known.choice)
+                self._scheduler.use(controller)
             return drafter
 
     def _settle(self) -> None:
-        """After a call: free an idle cache that is large, and store what the arms of "auto" yielded."""
+        """After a call: free an idle cache that is large, and store the yields of drafters."""
         self._scheduler.settle()
         now = time.monotonic()
-        if now >= self._stored + SECONDS and self._store_arms():
+        if now >= self._stored + SECONDS and self._store_choice():
             self._stored = now
 
-    def _store_arms(self) -> bool:
-        """Store what the arms of "auto" yielded, if there is any news; returns whether there was."""
+    def _store_choice(self) -> bool:
+        """Store the yields of the drafters that "auto" chooses from, if they changed; returns whether they did."""
         with self._lock:
-            arms = None if self.known is None else self.known.arms
-            if self._target is None or arms is None or not arms.news:
+            choice = None if self.known is None else self.known.choice
+            if self._target is None or choice is None or not choice.changed:
                 return False
-            keep_arms(Situation.of(self._target, self.adapters), arms)
+            keep_choice(Situation.of(self._target, self.adapters), choice)
             return True
 
     def __repr__(self) -> str:
@@ -223,7 +225,7 @@ class Model:
         with self._lock:
             self._worker.close()
             self._scheduler.close()
-            self._store_arms()
+            self._store_choice()
             self._drafters.clear()
             self._target, self.adapters = None, ()
         give_back()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anabranch.adapters.folder import read_record, shipped
-from anabranch.control.profiles import Situation, read_arms
+from anabranch.control.profiles import Situation, read_choice
 from anabranch.methods import AUTO, methods, resolve_spec
 from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
@@ -120,7 +120,7 @@ def _size(folder: Path) -> int:
 
 
 def _auto(kernels: str) -> dict[str, Any]:
-    """What "auto" chooses from, and what it knows on this machine, by model: step costs, and what its arms yielded.
+    """What "auto" chooses from, and what was measured for it on this machine by model: step costs and yields.
 
     Profiles are written by ``anabranch tune``, costs of forward passes when a model is loaded, and yields while it
     decodes with adapters of several methods. Profiles of other machines, numbers of threads or versions are only
@@ -172,13 +172,13 @@ def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) ->
 
 
 def _speedups(path: Path) -> dict[str, dict[str, float]]:
-    """The speedup of each arm over plain decoding, the best first, by the least rows at which it was seen.
+    """The speedup of each drafter over plain decoding, the best first, by the least rows at which it was seen.
 
     Raises ValueError for a damaged file.
     """
-    kept = read_arms(path)
+    kept = read_choice(path)
     if kept is None:
-        raise ValueError("not what arms yielded")
+        raise ValueError("not yields of drafters")
     found = {}
     for rows, seen in kept[0].yields().items():
         best = sorted(seen, key=lambda arm: -seen[arm].speedup)

@@ -315,7 +315,7 @@ def test_the_load_decides_how_much_is_drafted(inner: PromptLookupDrafter | None)
     for shape in (SHAPES["best"], SHAPES["chain"]):
         drafter = DraftModelDrafter(target, near(target), shape, adaptive=True, inner=inner)
         load = Timeless("1:10/8:10/9:60/512:3000", target)
-        engine = Engine(target, drafter, rows=3, capacity=96, speculation=load)
+        engine = Engine(target, drafter, rows=3, capacity=96, controller=load)
         rows = [engine.add(each) for each in asked]
         found: dict[int, list[int]] = {row: [] for row in rows}
         together, alone = [], []

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.beliefs import joint_beliefs
 from anabranch.drafting.combined import CombinedDrafter
-from anabranch.drafting.drafter import Drafter, Observation, Wrapped
+from anabranch.drafting.drafter import Drafter, Observation, altered
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
 from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, Pool, Window
@@ -234,7 +234,7 @@ def test_windows_join_other_drafts_under_one_budget() -> None:
     merged = CombinedDrafter([trailing, LookaheadDrafter(window=3, ngram=3), PromptLookupDrafter()], nodes=6)
     assert merged.probes == 5
     assert merged.margin >= 11
-    found, steps = decode(target, asked, Wrapped(merged), rows=2)
+    found, steps = decode(target, asked, altered(merged), rows=2)
     assert found == wanted
     assert max(step.tree.size for row in steps for step in row) <= 6
     for options in ({"placement": "ride"}, {"placement": "trail", "prune": 4}):
@@ -245,17 +245,17 @@ def test_windows_join_other_drafts_under_one_budget() -> None:
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_window_that_does_not_pay_is_left_out_and_its_nodes_are_part_of_the_cost(ragged: bool) -> None:
-    costs = Costs(PassCosts(StepCosts((1, 101), (1.0, 3.0))), 0.0)  # 2 % of a plain pass a node
+    costs = Costs(PassCosts(StepCosts((1, 101), (1.0, 3.0))))  # 2 % of a plain pass a node
     costs.saw_pass(1.0, 1, 1, 0.0)
     row = Row([1, 2, 3], 3, SamplingParams(), max_depth=9)
     tree = DraftTree.chain(3, [4, 5], log_probs=np.log([0.6, 0.025]))
     for probes, budget, kept in ((0, 10, 2), (40, 10, 3), (400, 1, 1)):
         drafter = LookaheadDrafter(window=3, ngram=4)
         drafter.name, drafter.adaptive, drafter.max_nodes, drafter.probes = str(probes), True, 10, probes
-        speculation = Speculation(costs, ragged=ragged)
-        planned = speculation.plan({drafter: 1}, 10)
-        assert (planned[drafter] > 1) == (budget > 1)
-        (chosen,) = speculation.choose([row], [drafter], [tree.truncate(budget)], planned)
+        controller = Controller(costs, ragged=ragged)
+        planned = controller.plan({drafter: 1}, 10)
+        assert (planned[drafter].nodes > 1) == (budget > 1)
+        (chosen,) = controller.choose([row], [drafter], [tree.truncate(budget)], planned)
         assert chosen.size == kept, "a node is dear beside a root alone and cheap beside a window"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
@@ -96,8 +96,8 @@ def test_the_load_sizes_the_trees(spec: str, folders: dict[str, Path]) -> None:
     drafter = made(spec, folders, target)
     assert drafter.adaptive
     wanted, _ = decode(target, RAGGED)
-    costs = Costs(PassCosts(StepCosts.parse("1:10/16:11/17:40/512:400")), 1e-3)
-    scheduler = Scheduler(target, rows=4, speculation=Speculation(costs, ragged=target.ragged), prefix_bytes=0)
+    costs = Costs(PassCosts(StepCosts.parse("1:10/16:11/17:40/512:400")))
+    scheduler = Scheduler(target, rows=4, controller=Controller(costs, ragged=target.ragged), prefix_bytes=0)
     tickets = [scheduler.submit(each, drafter) for each in RAGGED]
     while scheduler.busy:
         scheduler.tick()

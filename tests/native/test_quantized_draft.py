@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,20 +11,18 @@ import torch
 from test_kernels import BASE, adapter_for, decoder, in_four_bits, needs_kernels, packed, tokens
 
 import small
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller, Plan
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.stats import Stats
-from anabranch.drafting.combined import CombinedDrafter
-from anabranch.drafting.drafter import Drafter, Observation, Row
+from anabranch.drafting.drafter import Drafter
 from anabranch.drafting.head import DraftHead
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter, parse_spec, resolve_spec
 from anabranch.methods.none import NoDrafter
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.quantized_draft.copy import COPY, Copied
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.entry import METHOD
-from anabranch.methods.quantized_draft.lead import LED_ROWS, LeadCopy, LedStreamDrafter, led_tree
+from anabranch.methods.quantized_draft.lead import LEAD_ROWS, LeadCopy, LedStreamDrafter, led_tree
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import DraftOptions, NativeDraft
 from anabranch.methods.streams.drafter import StreamDrafter
@@ -70,7 +69,7 @@ def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 2, LED_ROWS + 2])
+@pytest.mark.parametrize("rows", [1, 2, LEAD_ROWS + 2])
 def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams) -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
@@ -79,7 +78,7 @@ def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams
         found = decode(model, drafter, rows, sampling)
         assert [said(steps) for steps in found] == plain
         led = any(source.startswith(COPY) for steps in found for source in steps[1].tree.sources)
-        assert led == (lead is not None or rows <= LED_ROWS)
+        assert led == (lead is not None or rows <= LEAD_ROWS)
         assert max(step.tree.size for steps in found for step in steps) <= nodes
 
 
@@ -226,12 +225,17 @@ def test_every_pass_of_the_copy_and_of_the_streams_is_counted() -> None:
     assert stats.bytes_read > stats.steps * weight_bytes(model)
 
 
-def test_drafts_with_a_copy_are_judged_apart_and_never_small() -> None:
+def test_a_copy_leads_as_planned() -> None:
     model, adapter = setup()
-    led, unled = LedStreamDrafter(model, adapter, DraftOptions(nodes=12)), StreamDrafter(model, adapter)
-    assert (led.account(LED_ROWS), led.least(LED_ROWS)) == ("streams+quantized_draft", 8)
-    assert (led.account(LED_ROWS + 1), led.least(LED_ROWS + 1)) == ("streams", 1)
-    assert (unled.account(1), unled.least(1)) == ("streams", 1)
+    led = LedStreamDrafter(model, adapter, DraftOptions(nodes=12), adaptive=True)
+    assert led.traits.lead_rows == LEAD_ROWS
+    assert StreamDrafter(model, adapter).traits.lead_rows == 0
+    (plain,) = decode(model, NoDrafter(), 1)
+    for lead in (False, True):
+        with mock.patch.object(Controller, "plan", lambda _, groups, context, lead=lead: {led: Plan(12, lead)}):
+            (found,) = decode(model, led, 1)
+        assert said(found) == said(plain)
+        assert any("quantized 1" in step.tree.sources for step in found) == lead
 
 
 def test_the_copy_is_made_once() -> None:
@@ -239,26 +243,3 @@ def test_the_copy_is_made_once() -> None:
     first, second = (LedStreamDrafter(model, adapter, tokens=tokens) for tokens in (1, 2))
     alone = QuantizedDrafter(model, 2)
     assert first.copy._stack is second.copy._stack is alone.copy._stack
-
-
-def test_no_streams_trail_where_prompt_lookup_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, adapter = setup()
-    (plain,) = decode(model, NoDrafter(), 1)
-    streams = StreamDrafter(model, adapter, DraftOptions(nodes=8), adaptive=True)
-    budgets = []
-    observe = StreamDrafter.observe
-
-    def counted(self: StreamDrafter, rows: list[Row], seen: Observation) -> None:
-        budgets.append(seen.budget)
-        observe(self, rows, seen)
-
-    monkeypatch.setattr(StreamDrafter, "observe", counted)
-    for suffices in (False, True):
-        monkeypatch.setattr(Speculation, "suffices", lambda self, rows, sketch, always=suffices: always)
-        monkeypatch.setattr(Speculation, "_tried", lambda self, lately, pays, ratio: True)
-        budgets.clear()
-        both = CombinedDrafter([streams, PromptLookupDrafter(adaptive=True)], nodes=8, adaptive=True)
-        (found,) = decode(model, both, 1)
-        assert said(found) == said(plain)
-        assert len(budgets) > 3
-        assert all(budget > 1 for budget in budgets[:-1]) != suffices

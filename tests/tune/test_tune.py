@@ -218,7 +218,7 @@ def test_auto_starts_from_the_profile(target: Target, adapter: LoadedAdapter) ->
     path = save_profile(Situation.of(target, [adapter]), costs=costs, drafter="none", record={"speedup": 2.0})
     known = settle(target, [adapter])
     assert known.origin == "tuned"
-    assert known.costs.pass_ms(np.array([16]), 1, 0.0)[0] == pytest.approx(12.0)
+    assert known.costs.pass_ms(16, 1, 0.0) == pytest.approx(12.0)
     assert settle(target).origin != "tuned", "another adapter is another situation"
     path.write_text("{", encoding="utf-8")
     with pytest.raises(FileError, match="delete it"):

@@ -32,8 +32,9 @@ import numpy as np
 import torch
 
 from anabranch.decoding.engine import FinishReason, Step, Timings
-from anabranch.drafting.drafter import Drafter, Observation, Row, Wrapped
+from anabranch.drafting.drafter import Drafter, Observation, Row, altered
 from anabranch.errors import CapabilityError, FileError
+from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.support.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
@@ -212,15 +213,15 @@ class TraceWriter:
         header = {"trace": VERSION, "rule": rule, "every_position": every_position}
         self._write({**header, "settings": dict(settings)})
 
-    def watch(self, drafter: Drafter, target: Decoder | None = None) -> Watched:
-        """The drafter for an engine whose steps are added here.
+    def watch(self, drafter: Drafter, target: Decoder | None = None) -> Drafter:
+        """The drafter for an engine whose steps are added here: a copy, or of several to choose from that of the first.
 
         With the ``target``, the probabilities that the rule *rejection* compared are recorded too, at the cost of one
         more pass through its head per step.
         """
         watched = Watched(drafter, target, every_position=self.every_position)
         self._watched.append(watched)
-        return watched
+        return watched.drafter
 
     def add(self, step: Step, kept: int | None = None) -> None:
         """Append a step, of which only ``kept`` tokens were emitted if a stop string cut it."""
@@ -278,48 +279,51 @@ class _Seen(NamedTuple):
     max_depth: int | None
 
 
-class Watched(Wrapped):
-    """A drafter that keeps what a trace records of it besides the steps."""
+class Watched:
+    """Keeps what a trace records of a drafter besides the steps; ``drafter`` is a copy that reports here."""
 
     def __init__(self, drafter: Drafter, target: Decoder | None = None, *, every_position: bool = False) -> None:
-        super().__init__(drafter)
-        self.target, self.every_position = target, every_position
-        self.adaptive = drafter.adaptive and not every_position
+        drafter = drafter.drafters[0] if isinstance(drafter, ChoiceDrafter) else drafter
+        self.target, self.every_position, self._kind = target, every_position, type(drafter)
+        adaptive = drafter.adaptive and not every_position
+        self.drafter = altered(drafter, check=self._check, draft=self._draft, observe=self._observe, adaptive=adaptive)
+        self._drafted: dict[Row, _Seen] = {}  # at every position, before they are observed
         self._seen: dict[int, deque[_Seen]] = {}
 
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+    def _check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Check the drafter; recording every position does not support *rejection*, which needs verified drafts."""
         if self.every_position and rule == "rejection":
             raise CapabilityError(
                 "recording every position verifies no drafts, but rule='rejection' can only replay verified ones; "
                 "use rule='match', or record as it decodes"
             )
-        self.drafter.check(sampling, rule)
+        self._kind.check(self.drafter, sampling, rule)
 
-    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+    def _draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The drafter's trees; if every position is recorded, they are kept and roots are returned instead."""
         if not self.every_position:
-            return self.drafter.draft(rows, budget)
+            return self._kind.draft(self.drafter, rows, budget)
         depths = [row.max_depth for row in rows]
         for row in rows:
             # full depth, since the drafts are not verified; a replay cuts them at the end of the text
             row.max_depth = UNLIMITED if row.max_depth > 0 else 0
-        trees = self.drafter.draft(rows, self.drafter.max_nodes)
+        trees = self._kind.draft(self.drafter, rows, self.drafter.max_nodes)
         for row, tree, depth in zip(rows, trees, depths, strict=True):
-            row.max_depth, row.state[self] = depth, _Seen(tree, None, max(0, depth))
+            row.max_depth, self._drafted[row] = depth, _Seen(tree, None, max(0, depth))
         return [DraftTree.root(row.root) for row in rows]
 
-    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+    def _observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Keep what was drafted and compared, and let the drafter observe."""
         for row, slot, tree, verdict in zip(rows, seen.slots, seen.trees, seen.verdicts, strict=True):
             found = _Seen(tree, None, None)
             if self.every_position:
-                found = row.state[self]
+                found = self._drafted.pop(row)
             elif self.target is not None and row.rule == "rejection" and tree.draft_probs is not None:
                 logits_NV = self.target.logits(seen.result.hidden_MD[seen.result.nodes(slot)])
                 found = _Seen(tree, _judge(tree, verdict, logits_NV, row.sampling), None)
             self._seen.setdefault(row.id, deque()).append(found)
-        self.drafter.observe(rows, seen._replace(budget=self.max_nodes) if self.every_position else seen)
+        budget = self.drafter.max_nodes if self.every_position else seen.budget
+        self._kind.observe(self.drafter, rows, seen._replace(budget=budget))
 
     def take(self, row: int) -> _Seen | None:
         """Remove and return what was kept of a row's oldest step; None if the row is not watched."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller
 from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.drafting.drafter import Drafter
@@ -46,7 +46,7 @@ class Ours:
     """One drafter on an engine that is reused for all prompts.
 
     spec         its specification, "auto" resolved
-    speculation  the controller of an adaptive drafter; None: the engine's own
+    controller  the controller of an adaptive drafter; None: the engine's own
     rule         how drafts are verified
     """
 
@@ -59,11 +59,11 @@ class Ours:
         capacity: int,
         sampling: SamplingParams,
         spec: str = "",
-        speculation: Speculation | None = None,
+        controller: Controller | None = None,
         rule: Rule = "match",
     ) -> None:
         self.name, self.sampling, self.spec, self.rule = name, sampling, spec, rule
-        self.engine = Engine(target.decoder, drafter, capacity=capacity, speculation=speculation)
+        self.engine = Engine(target.decoder, drafter, capacity=capacity, controller=controller)
         self.stop = frozenset(target.config.eos_token_ids)
 
     def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:

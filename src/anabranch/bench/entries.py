@@ -10,7 +10,7 @@ from typing import Literal
 from anabranch.bench.contenders import Contender, Ours
 from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller
 from anabranch.control.profiles import settle
 from anabranch.drafting.quoting import pieces
 from anabranch.errors import InputError
@@ -153,10 +153,10 @@ def open_entry(
     target = loaded.target
     spec = resolve_spec(entry.spec, *loaded.modules, target=target.decoder)
     drafter = make_drafter(spec, target.decoder, *loaded.modules)
-    speculation = None
+    controller = None
     if drafter.adaptive:
         known = settle(target, loaded.adapters)
-        speculation = Speculation(known.costs, ragged=target.decoder.ragged, arms=known.arms)
+        controller = Controller(known.costs, ragged=target.decoder.ragged, choice=known.choice)
     return Ours(
         entry.name,
         target,
@@ -164,6 +164,6 @@ def open_entry(
         capacity=capacity,
         sampling=sampling,
         spec=str(spec),
-        speculation=speculation,
+        controller=controller,
         rule=rule,
     )

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from anabranch.bench.calls import CALL_TITLES, call_cells, calls_per_token
 from anabranch.bench.peers import Peer
 from anabranch.bench.run import FAILURES, describe
-from anabranch.control.arms import Arms
-from anabranch.control.controller import Speculation
+from anabranch.control.choice import Choice
+from anabranch.control.controller import Controller
 from anabranch.control.costs import Costs
 from anabranch.decoding.engine import Request, Step
 from anabranch.decoding.scheduler import Scheduler, Ticket
@@ -112,11 +112,11 @@ class Ours:
     """One drafter on the scheduler.
 
     Each run has its own scheduler, so that runs do not reuse each other's prefixes. Its cache is allocated before the
-    clock starts, as that of a server is: the first write to some hundred MB takes 0.04 to 0.9 s. The speculation
+    clock starts, as that of a server is: the first write to some hundred MB takes 0.04 to 0.9 s. The controller
     controller of an adaptive drafter is kept for each number of rows.
 
-    costs  the step costs, for adaptive drafters
-    arms   what is known of the arms of a drafter that has several
+    costs   the step costs, for adaptive drafters
+    choice  yields of the drafters to choose from
     """
 
     def __init__(
@@ -125,20 +125,20 @@ class Ours:
         drafter: Drafter,
         sampling: SamplingParams,
         costs: Costs | None = None,
-        arms: Arms | None = None,
+        choice: Choice | None = None,
     ) -> None:
-        self.target, self.drafter, self.sampling, self.costs, self.arms = target, drafter, sampling, costs, arms
+        self.target, self.drafter, self.sampling, self.costs, self.choice = target, drafter, sampling, costs, choice
         self._stop = frozenset(target.config.eos_token_ids)
-        self._learned: dict[int, Speculation] = {}
+        self._learned: dict[int, Controller] = {}
 
-    def _speculation(self, rows: int) -> Speculation | None:
+    def _controller(self, rows: int) -> Controller | None:
         if self.costs is not None and rows not in self._learned:
-            self._learned[rows] = Speculation(self.costs, ragged=self.target.decoder.ragged, arms=self.arms)
+            self._learned[rows] = Controller(self.costs, ragged=self.target.decoder.ragged, choice=self.choice)
         return self._learned.get(rows)
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
         """Keep ``rows`` prompts in progress until none is left."""
-        scheduler = Scheduler(self.target.decoder, rows=rows, speculation=self._speculation(rows))
+        scheduler = Scheduler(self.target.decoder, rows=rows, controller=self._controller(rows))
         scheduler.reserve(self.drafter, max(map(len, prompts)) + max_new_tokens)
         answers = [Answer() for _ in prompts]
         waiting = iter(range(len(prompts)))

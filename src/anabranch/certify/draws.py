@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from anabranch.certify.compare import last_logits
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller, Plan
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
@@ -48,22 +48,22 @@ class Context:
     certainty: float
 
 
-class _Whole(Speculation):
+class _Whole(Controller):
     """Verifies every draft as it is, whatever that costs: with many rows, nothing else would be drafted."""
 
     def __init__(self, *, ragged: bool) -> None:
-        super().__init__(Costs(PassCosts(StepCosts((1,), (1.0,))), 0.0), ragged=ragged)
+        super().__init__(Costs(PassCosts(StepCosts((1,), (1.0,)))), ragged=ragged)
 
-    def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, int]:
+    def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, Plan]:
         """The largest drafts."""
-        return {drafter: drafter.max_nodes for drafter in groups}
+        return {drafter: Plan(drafter.max_nodes, lead=True) for drafter in groups}
 
     def choose(
         self,
         rows: Sequence[Row],
         drafters: Sequence[Drafter],
         trees: Sequence[DraftTree],
-        budgets: Mapping[Drafter, int],
+        plans: Mapping[Drafter, Plan],
     ) -> list[DraftTree]:
         """All of them."""
         return list(trees)
@@ -110,7 +110,7 @@ def sampling_scheduler(target: Target, rows: int) -> Scheduler:
 
     Of texts that ended nothing is kept: rows in use have the context.
     """
-    return Scheduler(target.decoder, rows=rows, speculation=_Whole(ragged=target.decoder.ragged), prefix_bytes=1)
+    return Scheduler(target.decoder, rows=rows, controller=_Whole(ragged=target.decoder.ragged), prefix_bytes=1)
 
 
 def draw(

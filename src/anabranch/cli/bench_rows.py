@@ -172,8 +172,8 @@ def _open(
         fact["drafter"] = str(spec)
         drafter = make_drafter(spec, loaded.target.decoder, *loaded.modules)
         known = settle(loaded.target, loaded.adapters) if drafter.adaptive else None
-        costs, arms = (None, None) if known is None else (known.costs, known.arms)
-        return Ours(loaded.target, drafter, sampling, costs, arms)
+        costs, choice = (None, None) if known is None else (known.costs, known.choice)
+        return Ours(loaded.target, drafter, sampling, costs, choice)
     capacity = max(len(ids) for _, ids in encoded) + config.max_new_tokens
     peer = open_peer(entry.spec, loaded.target, sampling=sampling, threads=torch.get_num_threads(), capacity=capacity)
     exits.callback(peer.close)

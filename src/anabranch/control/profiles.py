@@ -1,6 +1,6 @@
-"""What is known of speed on this machine, stored in files: step costs, and what each arm of "auto" yielded.
+"""Measurements of speed stored on this machine: costs of steps, and yields of the drafters that "auto" chooses from.
 
-Costs are measured by ``anabranch tune`` or when a model is loaded, yields (``anabranch.control.arms``) while decoding.
+Costs are measured by ``anabranch tune`` or when a model is loaded, yields (``control.choice``) while decoding.
 
 Files are named by a hash of everything that the measurement depends on, so those of another machine, number of threads
 or version are not used.
@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import torch
 
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.adapters.record import predicted_length
-from anabranch.control.arms import Arms
-from anabranch.control.costs import Costs, DraftTables, PassCosts, StepCosts, costs_of, known_costs
+from anabranch.control.choice import Choice
+from anabranch.control.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.methods import AUTO, resolve_spec
 from anabranch.model.decoder import Decoder
@@ -39,9 +40,9 @@ __all__ = [
     "Known",
     "Situation",
     "find_profile",
-    "keep_arms",
+    "keep_choice",
     "keep_tuned",
-    "read_arms",
+    "read_choice",
     "save_profile",
     "settle",
     "tuned_drafter",
@@ -49,6 +50,7 @@ __all__ = [
 
 FORMAT = 3
 DAYS = 30  # until costs are measured again
+T = TypeVar("T")
 Origin = Literal["tuned", "measured when loaded", "remembered", "typical", "default on a GPU"]
 _warned: WeakSet[Decoder] = WeakSet()  # targets for which a warning said that costs could not be measured
 
@@ -101,8 +103,8 @@ class Situation:
         """The file of the costs measured when a model is loaded."""
         return cache_home() / "costs" / f"{self._hash()}.json"
 
-    def arms_path(self) -> Path:
-        """The file of what the arms of "auto" yielded."""
+    def choice_path(self) -> Path:
+        """The file of the yields of the drafters that "auto" chooses from."""
         return cache_home() / "arms" / f"{self._hash()}.json"
 
     def _hash(self) -> str:
@@ -164,13 +166,13 @@ class Known:
     origin  "tuned": by ``anabranch tune``; "measured when loaded" or "remembered": passes were timed now or by an
             earlier load; "typical": not measured; "default on a GPU": not measured before decoding
     when    date of the measurement (ISO), if any
-    arms    what each arm of "auto" yielded so far; None where there is no choice
+    choice  the yields of the drafters that "auto" chooses from; None where there is no choice
     """
 
     costs: Costs
     origin: Origin
     when: str = ""
-    arms: Arms | None = None
+    choice: Choice | None = None
 
     @property
     def busy(self) -> bool:
@@ -195,11 +197,11 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
     Warns (PerformanceWarning) if the machine is too busy to measure and there is no earlier measurement.
     """
     situation = Situation.of(target, adapters)
-    arms = _known_arms(target, situation, adapters)
+    choice = _known_choice(target, situation, adapters)
     if (profile := find_profile(situation)) is not None:
-        return Known(_tuned(profile), "tuned", str(profile.get("date", "")), arms)
+        return Known(_tuned(profile), "tuned", str(profile.get("date", "")), choice)
     if target.decoder.device.type != "cpu":
-        return Known(costs_of(target.decoder), "default on a GPU", arms=arms)
+        return Known(costs_of(target.decoder), "default on a GPU", choice=choice)
     origin, when = _know_passes(target, situation)
     LOGGER.debug("costs of forward passes: %s %s", origin, when)
     if origin == "typical" and target.decoder not in _warned:
@@ -210,65 +212,72 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
             PerformanceWarning,
             stacklevel=2,
         )
-    return Known(costs_of(target.decoder), origin, when, arms)
+    return Known(costs_of(target.decoder), origin, when, choice)
 
 
 def _tuned(profile: Mapping[str, Any]) -> Costs:
-    """The costs in a profile, with those of the drafts of each drafter that was timed."""
+    """The costs in a profile: of passes, and for each drafter that was timed of a draft of a dozen nodes."""
 
-    def tables(record: Mapping[str, str]) -> DraftTables:
-        draft, prepare = (StepCosts.parse(record[name]) if name in record else None for name in ("draft", "prepare"))
-        return draft, prepare
+    def draft_ms(tables: Mapping[str, str]) -> float:
+        sizes = {"draft": 12, "prepare": 4}  # nodes, and their depth
+        return sum(
+            float(StepCosts.parse(tables[name])(np.array(size))) for name, size in sizes.items() if name in tables
+        )
 
-    costs = profile["costs"]
-    others = {name: tables(record) for name, record in profile.get("times", {}).items()}
-    return Costs.tuned(StepCosts.parse(costs["pass"]), *tables(costs), others)
+    times = {"": profile["costs"], **profile.get("times", {})}
+    drafts = {name: draft_ms(tables) for name, tables in times.items()}
+    return Costs(PassCosts(StepCosts.parse(profile["costs"]["pass"])), drafts)
 
 
-def keep_arms(situation: Situation, arms: Arms) -> None:
-    """Store what the arms of "auto" yielded for later loads, if the cache folder is writable."""
-    record = {"yields": arms.to_dict(), "date": date.today().isoformat(), "situation": situation.__dict__}
+def keep_choice(situation: Situation, choice: Choice) -> None:
+    """Store yields for later loads, if the cache folder is writable."""
+    record = {"yields": choice.to_dict(), "date": date.today().isoformat(), "situation": situation.__dict__}
     with suppress(OSError):  # otherwise the next load begins with predictions
-        write_atomically(situation.arms_path(), json.dumps(record) + "\n")
+        write_atomically(situation.choice_path(), json.dumps(record) + "\n")
 
 
 def keep_tuned(situation: Situation, speedups: Mapping[str, float]) -> None:
-    """Store the speedups over plain decoding that ``anabranch tune`` measured of each arm, one prompt at a time."""
-    kept = read_arms(situation.arms_path())
-    arms = Arms() if kept is None else kept[0]
-    arms.measured(speedups)
-    keep_arms(situation, arms)
+    """Store the speedups over plain decoding that ``anabranch tune`` measured, one prompt at a time."""
+    kept = read_choice(situation.choice_path())
+    choice = Choice() if kept is None else kept[0]
+    choice.measured(speedups)
+    keep_choice(situation, choice)
 
 
-def read_arms(path: Path, lengths: Mapping[str, float] | None = None) -> tuple[Arms, date] | None:
-    """What the arms yielded until a date; None if the file is missing or unreadable.
-
-    lengths  the mean acceptance lengths that adapters' cards predict, by arm
-    """
+def _read(path: Path, parse: Callable[[Any], T]) -> tuple[T, date] | None:
+    """The contents of a file of measurements and its date; None if it is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Arms.from_dict(found["yields"], lengths or {}), date.fromisoformat(found["date"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return parse(record), date.fromisoformat(record["date"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # ValueError: InputError too
         return None
 
 
-def _known_arms(target: Target, situation: Situation, adapters: Sequence[LoadedAdapter]) -> Arms | None:
-    """What is known of the arms of "auto" with these adapters; None where there is no choice."""
-    arms = resolve_spec(AUTO, *(adapter.module for adapter in adapters), target=target.decoder).arms
-    if not arms:
+def read_choice(path: Path, lengths: Mapping[str, float] | None = None) -> tuple[Choice, date] | None:
+    """Stored yields and their date; None if the file is missing or damaged.
+
+    lengths  the mean acceptance lengths that adapters' cards predict, by drafter
+    """
+    return _read(path, lambda record: Choice.from_dict(record["yields"], lengths or {}))
+
+
+def _known_choice(target: Target, situation: Situation, adapters: Sequence[LoadedAdapter]) -> Choice | None:
+    """Yields of the drafters that "auto" chooses from with these adapters; None where there is no choice."""
+    drafters = resolve_spec(AUTO, *(adapter.module for adapter in adapters), target=target.decoder).arms
+    if not drafters:
         return None
     predicted = {adapter.method: predicted_length(adapter.record) for adapter in adapters}
-    lengths = {str(arm): length for arm in arms if (length := predicted.get(arm.parts[0].method)) is not None}
-    kept = read_arms(situation.arms_path(), lengths)
+    lengths = {str(each): length for each in drafters if (length := predicted.get(each.parts[0].method)) is not None}
+    kept = read_choice(situation.choice_path(), lengths)
     if kept is None or (date.today() - kept[1]).days > DAYS:
-        return Arms(lengths)
+        return Choice(lengths)
     return kept[0]
 
 
 def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
     """Set the costs of a target's passes, from an earlier load or measured now; returns their origin and date."""
     path = replace(situation, adapter="").costs_path()  # the cost of a pass does not depend on adapters
-    kept = _kept_costs(path)
+    kept = _read(path, _pass_costs)
     today = date.today()
     if kept is not None and (today - kept[1]).days <= DAYS:
         known_costs(target.decoder, kept[0])
@@ -283,17 +292,12 @@ def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
     return "typical", ""
 
 
-def _kept_costs(path: Path) -> tuple[PassCosts, date] | None:
-    """The costs of passes measured by an earlier load, and the date; None if they are missing or unreadable."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        costs = StepCosts.parse(found["costs"])
-        row, node = float(found["row_ms"]), float(found["node_ms"])
-        if not 0 <= row + node < 1e6:
-            return None
-        return PassCosts(costs, row_ms=row, node_ms=node), date.fromisoformat(found["date"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # ValueError: InputError too
-        return None
+def _pass_costs(record: Mapping[str, Any]) -> PassCosts:
+    """Costs of passes as ``_keep_costs`` stores them. Raises ValueError, KeyError or TypeError."""
+    row, node = float(record["row_ms"]), float(record["node_ms"])
+    if not 0 <= row + node < 1e6:
+        raise ValueError(f"not milliseconds: {row}, {node}")
+    return PassCosts(StepCosts.parse(record["costs"]), row_ms=row, node_ms=node)
 
 
 def _keep_costs(path: Path, found: PassCosts, when: date, situation: Situation) -> None:

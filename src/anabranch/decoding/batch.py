@@ -11,6 +11,7 @@ from typing import Literal
 
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.errors import CapabilityError, InputError, OutOfMemoryError
+from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import Cache, room_for, shared_length
 from anabranch.model.decoder import Decoder
@@ -273,7 +274,8 @@ class Batch:
                     "rows of this target attend to streams of their own adapter, which was trained without a LoRA per "
                     "request; leave lora out, or load the original model"
                 )
-            if target.rider is not None or not any(takes_loras(arm) for arm in drafter.arms or (drafter,)):
+            each = drafter.drafters if isinstance(drafter, ChoiceDrafter) else (drafter,)
+            if target.rider is not None or not any(map(takes_loras, each)):
                 raise CapabilityError(
                     f"rows of the drafter {drafter.name!r} ride in the target's pass, which takes no LoRA per request; "
                     "use another drafter or placement, or merge the LoRA (lora=)"

@@ -22,12 +22,13 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.control.controller import Speculation
+from anabranch.control.controller import Controller, Plan
 from anabranch.control.costs import costs_of
 from anabranch.decoding.batch import Batch, FinishReason, Member, Request, takes_loras
 from anabranch.decoding.scores import Scores
 from anabranch.drafting.drafter import Call, Drafter, Observation
 from anabranch.errors import NumericsError
+from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult
@@ -36,10 +37,6 @@ from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 
 __all__ = ["Engine", "FinishReason", "Request", "Step", "Timings"]
-
-# The times of so many first steps teach what steps cost, and then those of every fourth one: learning from one takes a
-# thirtieth of a small pass.
-TIMED, TIMED_EVERY = 64, 4
 
 
 class Timings(NamedTuple):
@@ -86,7 +83,7 @@ class Step(NamedTuple):
 class Engine(Batch):
     """Decodes a batch: up to ``rows`` sequences at a time, each of at most ``capacity`` tokens, prompt included.
 
-    speculation  decides how much of adaptive drafters' drafts is verified; None: one of the engine's own
+    controller  sizes the drafts of adaptive drafters; None: one of the engine's own
 
     The other arguments are those of ``Batch``.
     """
@@ -100,24 +97,23 @@ class Engine(Batch):
         capacity: int = 2048,
         longest: int | None = None,
         margin: int = 1,
-        speculation: Speculation | None = None,
+        controller: Controller | None = None,
         on_leave: Callable[[Member, int], None] | None = None,
     ) -> None:
         super().__init__(
             target, drafter, rows=rows, capacity=capacity, longest=longest, margin=margin, on_leave=on_leave
         )
-        self._speculation = speculation
-        self._budgets: dict[Drafter, int] = {}
-        self._steps = 0
+        self._controller = controller
+        self._plans: dict[Drafter, Plan] = {}
         self._prepared = 0.0  # seconds that preparing the next step's drafts took
         self._call: Call | None = None
 
     @property
-    def speculation(self) -> Speculation:
+    def controller(self) -> Controller:
         """The controller; its costs are measured when it is first needed."""
-        if self._speculation is None:
-            self._speculation = Speculation(costs_of(self.target), ragged=self.target.ragged)
-        return self._speculation
+        if self._controller is None:
+            self._controller = Controller(costs_of(self.target), ragged=self.target.ragged)
+        return self._controller
 
     @property
     def call(self) -> Call:
@@ -127,37 +123,38 @@ class Engine(Batch):
             self._call = Call("target", layers, layers, weight_bytes(self.target))
         return self._call
 
-    def speculate(self, speculation: Speculation) -> None:
+    def use(self, controller: Controller) -> None:
         """Leave adaptive drafts to another controller."""
-        self._speculation = speculation
+        self._controller = controller
 
     @property
-    def learned(self) -> Speculation | None:
+    def learned(self) -> Controller | None:
         """The controller, if it was needed so far."""
-        return self._speculation
+        return self._controller
 
     def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, prefill: int = 0) -> int:
-        """As ``Batch.join``, with one of the drafter's arms if it has several."""
-        joining = self.arm(drafter or self.drafter, request)
+        """As ``Batch.join``, with one of several drafters to choose from."""
+        joining = self.choose_drafter(drafter or self.drafter, request)
         row = super().join(request, joining, known=known, prefill=prefill)
-        if self._speculation is not None:
-            self._speculation.joined(joining, sum(member.drafter is joining for member in self._members))
+        if self._controller is not None:
+            self._controller.joined(joining, sum(member.drafter is joining for member in self._members))
         return row
 
-    def arm(self, drafter: Drafter, request: Request, rows: int = 0) -> Drafter:
-        """The drafter of a row that joins now with a request: ``drafter``, or one of its arms.
+    def choose_drafter(self, drafter: Drafter, request: Request, rows: int = 0) -> Drafter:
+        """The drafter of a row that joins now with a request: ``drafter``, or one of those that it stands for.
 
         rows  the rows that will soon be in use, if more than now
         """
-        if not drafter.arms:
+        if not isinstance(drafter, ChoiceDrafter):
             return drafter
         others = [member.drafter for member in self._members]
-        arms = [arm for arm in drafter.arms if request.lora is None or takes_loras(arm)]
-        able = [arm for arm in arms if not others or self.rider_of(arm) is self.rider_of(others[0])]
+        served = [each for each in drafter.drafters if request.lora is None or takes_loras(each)]
+        able = [each for each in served if not others or self.rider_of(each) is self.rider_of(others[0])]
         if not able:
-            return arms[0]  # it waits, as any of them would
+            return served[0]  # it waits, as any of them would
         using = next((other for other in reversed(others) if other in able), None)
-        return self.speculation.arm(able, max(rows, self.active + 1), _context(self._members), using=using)
+        rows = max(rows, self.active + 1)
+        return self.controller.choose_drafter(able, rows, _context(self._members), using=using)
 
     def rehearse(self, request: Request) -> None:
         """Decode ``request`` as often as its shapes must occur to be captured as graphs, before it is timed."""
@@ -226,25 +223,24 @@ class Engine(Batch):
                 member.read += more
         self.cache.commit(paths)
         emitted = [self._emit(*each) for each in zip(members, trees, verdicts, strict=True)]
-        budgets, prepared, after_commit = self._budgets, self._prepared, time.perf_counter()
-        yielded = sum(len(said) for said, _ in emitted)
-        adaptive = any(member.drafter.adaptive for member in members)
-        if adaptive and not read:
-            self.speculation.saw_step(len(members), yielded, 1e3 * (after_commit - began + prepared))
+        after_commit = time.perf_counter()
         nodes = sum(result.counts_B)
         forward = (after_forward - after_draft) * nodes / (nodes + read)
-        self._steps += 1
-        timed, learning = self._steps <= TIMED or self._steps % TIMED_EVERY == 0, adaptive and not read
-        if learning and timed:
-            self._learn_pass(members, result.counts_B, 1e3 * forward)  # first, since the next step is planned by it
+        if not read and any(member.drafter.adaptive for member in members):
+            self.controller.saw_step(
+                nodes if self.controller.ragged else len(members) * max(result.counts_B),
+                len(members),
+                _context(members),
+                tokens=sum(len(said) for said, _ in emitted),
+                pass_ms=1e3 * forward,
+                other_ms=1e3 * (after_commit - began - forward + self._prepared),
+            )
         self._observe(members, result, trees, verdicts, probed)
         done = time.perf_counter()
         self._prepared = done - after_commit
         timings = Timings(
             *(after_draft - began, forward, after_verify - after_forward, after_commit - after_verify, self._prepared)
         )
-        if learning and (timed or self.speculation.guessing):
-            self._learn(members, budgets, timings)
         steps, shared = [], self.call.shared(len(members))
         for b, (member, (said, sources)) in enumerate(zip(members, emitted, strict=True)):
             logs = scores.log_probs(b, verdicts[b], said) if member.request.log_probs else None
@@ -273,19 +269,19 @@ class Engine(Batch):
         rows, drafters = [member.row for member in members], [member.drafter for member in members]
         self._bound_depth(members)
         groups = _by_drafter(members)
-        if any(drafter not in self._budgets for drafter in groups):
-            self._budgets = self._plan(members)
+        if any(drafter not in self._plans for drafter in groups):
+            self._plans = self._plan(members)
         trees: list[DraftTree] = [None] * len(members)  # type: ignore[list-item]
         for drafter, places in groups.items():
-            if self._budgets[drafter] < 1:
+            if self._plans[drafter].nodes < 1:
                 drafted = [DraftTree.root(rows[b].root) for b in places]
             else:
-                drafted = drafter.draft([rows[b] for b in places], self._budgets[drafter])
+                drafted = drafter.draft([rows[b] for b in places], self._plans[drafter].nodes)
             for b, tree in zip(places, drafted, strict=True):
                 trees[b] = tree
         counts = [tree.size - 1 for tree in trees]
-        if any(drafter.adaptive and self._budgets[drafter] for drafter in groups):
-            trees = self.speculation.choose(rows, drafters, trees, self._budgets)
+        if any(drafter.adaptive and self._plans[drafter].nodes for drafter in groups):
+            trees = self.controller.choose(rows, drafters, trees, self._plans)
         return trees, counts
 
     def _bound_depth(self, members: Sequence[Member]) -> None:
@@ -300,12 +296,12 @@ class Engine(Batch):
             depth = member.limit - length - 1
             member.row.max_depth = min(depth, again - length) if length <= again else depth
 
-    def _plan(self, members: Sequence[Member]) -> dict[Drafter, int]:
-        """The budget of each drafter's next draft."""
+    def _plan(self, members: Sequence[Member]) -> dict[Drafter, Plan]:
+        """How each drafter drafts next."""
         groups = {drafter: len(places) for drafter, places in _by_drafter(members).items()}
         if not any(drafter.adaptive for drafter in groups):
-            return {drafter: drafter.max_nodes for drafter in groups}
-        return self.speculation.plan(groups, _context(members))
+            return {drafter: Plan(drafter.max_nodes, lead=True) for drafter in groups}
+        return self.controller.plan(groups, _context(members))
 
     def _probes(self, members: Sequence[Member]) -> list[DraftTree]:
         """What travels beside each row's draft; nothing at all where no drafter has probes."""
@@ -313,7 +309,7 @@ class Engine(Batch):
             return []
         probes = [DraftTree.root(member.row.root) for member in members]
         for drafter, places in _by_drafter(members).items():
-            if drafter.probes and self._budgets[drafter] > 1:
+            if drafter.probes and self._plans[drafter].nodes > 1:
                 for b, probe in zip(places, drafter.probe([members[b].row for b in places]), strict=True):
                     probes[b] = probe
         return probes
@@ -361,14 +357,10 @@ class Engine(Batch):
     ) -> None:
         """Show every drafter what became of its rows, and how large a draft to prepare."""
         going = [member for member in members if member.finish is None]
-        self._budgets = self._plan(going)
+        self._plans = self._plan(going)
         self._bound_depth(going)
-        for drafter, places in _by_drafter(going).items():
-            rows = [going[b].row for b in places]
-            sketch = drafter.sketch(rows) if drafter.adaptive and self._budgets[drafter] > 1 else None
-            if sketch is not None and self.speculation.suffices(rows, sketch):
-                self._budgets[drafter] = 1
         for drafter, places in _by_drafter(members).items():
+            plan = self._plans.get(drafter, Plan(0))
             seen = Observation(
                 result,
                 self.cache,
@@ -376,37 +368,14 @@ class Engine(Batch):
                 [trees[b] for b in places],
                 [verdicts[b] for b in places],
                 [members[b].finish is None for b in places],
-                self._budgets.get(drafter, 1),
+                max(1, plan.nodes),
                 [probed[b] for b in places] if probed else (),
+                plan.lead,
             )
             drafter.observe([members[b].row for b in places], seen)
         for member, tree, verdict in zip(members, trees, verdicts, strict=True):
             if tree.size > 1 and tree.log_probs is not None and member.row.rule == "match":
-                if member.drafter.adaptive:
-                    self.speculation.learn(member.row, tree, verdict)
                 member.row.beliefs.learn(tree, verdict.path)
-
-    def _learn_pass(self, members: Sequence[Member], sizes: Sequence[int], ms: float) -> None:
-        """Take the time of the step's pass into the costs; ``sizes``: nodes of each row."""
-        rows = len(members)
-        nodes = sum(sizes) if self.speculation.ragged else rows * max(sizes)
-        self.speculation.costs.saw_pass(ms, nodes, rows, _context(members))
-
-    def _learn(self, members: list[Member], budgets: dict[Drafter, int], timings: Timings) -> None:
-        """Take the times of the step's other parts into the costs; ``budgets``: those drafted with."""
-        costs, rows = self.speculation.costs, len(members)
-        costs.saw_rest(1e3 * (timings.verify + timings.commit), rows)
-        groups = _by_drafter(members)
-        if len(groups) > 1:
-            return  # whose draft took how long is not known
-        for drafter, places in groups.items():
-            if budgets.get(drafter, 1) > 1 and not drafter.free:
-                costs.saw_draft(drafter.account(len(places)), 1e3 * timings.draft, budgets[drafter], len(places))
-            elif budgets.get(drafter, 1):
-                costs.saw_free(drafter.account(len(places)), 1e3 * timings.draft, len(places))
-            live = sum(members[b].finish is None for b in places)
-            if live and not drafter.free and (budget := self._budgets.get(drafter, 1)) > 1:
-                costs.saw_prepare(drafter.account(live), 1e3 * timings.prepare, live * drafter.depth_of(budget))
 
 
 def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:

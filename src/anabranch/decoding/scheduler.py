@@ -31,9 +31,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from anabranch.control.arms import Arms
-from anabranch.control.controller import Speculation
-from anabranch.control.costs import Costs
+from anabranch.control.controller import Controller
 from anabranch.decoding.batch import CHUNK, Member
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.turn import Turn
@@ -66,7 +64,7 @@ class Ticket:
     """A request that was submitted.
 
     host             what decodes it
-    used             the drafter of its row: ``drafter``, or the one of its arms that was chosen when it joined
+    used             the drafter of its row: ``drafter``, or the one chosen when it joined
     seconds          spent in ticks while it had a row
     prefill_seconds  of these, until its prompt was read
     reused           prompt tokens whose keys and values were copied from an earlier text
@@ -124,7 +122,7 @@ class Scheduler:
     """Decodes requests together, up to ``rows`` at a time.
 
     rows          the most rows in use; the cache grows as they are needed
-    speculation   decides how much of adaptive drafters' drafts is verified
+    controller    sizes the drafts of adaptive drafters
     prefix_bytes  memory for the keys and values of texts that ended; None: 64 MiB, or an eighth of the weights if more;
                   0: none are kept
     """
@@ -134,14 +132,14 @@ class Scheduler:
         target: Decoder,
         *,
         rows: int = ROWS,
-        speculation: Speculation | None = None,
+        controller: Controller | None = None,
         prefix_bytes: int | None = None,
     ) -> None:
         self.target, self.rows = target, rows
         self._most = rows  # for which memory suffices
         weights = sum(parameter.nbytes for parameter in target.parameters())
         self.prefix_bytes = max(PREFIX_BYTES, weights // 8) if prefix_bytes is None else prefix_bytes
-        self._speculation = speculation
+        self._controller = controller
         self.engine: Engine | None = None
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
@@ -164,11 +162,11 @@ class Scheduler:
             self._ticker = None
             self._shut("this process was forked while another thread decoded; ask again")
 
-    def speculate(self, costs: Costs, arms: Arms | None = None) -> None:
-        """Size adaptive drafts by these costs, and choose between arms by what is known of them."""
-        self._speculation = Speculation(costs, ragged=self.target.ragged, arms=arms)
+    def use(self, controller: Controller) -> None:
+        """Leave adaptive drafts to another controller."""
+        self._controller = controller
         if self.engine is not None:
-            self.engine.speculate(self._speculation)
+            self.engine.use(controller)
 
     @property
     def busy(self) -> bool:
@@ -442,7 +440,7 @@ class Scheduler:
         if engine.active >= self._most:
             return None
         rows = min(self._most, engine.active + len(self._waiting))
-        ticket.used = engine.arm(ticket.drafter, ticket.request, rows)
+        ticket.used = engine.choose_drafter(ticket.drafter, ticket.request, rows)
         if not engine.fits(ticket.used):
             return None
         if not (engine.active or fresh or engine.has_room(rows, tokens, ticket.used)):
@@ -502,14 +500,14 @@ class Scheduler:
             capacity=tokens,
             longest=self.target.config.max_positions,
             margin=drafter.margin,
-            speculation=self._speculation,
+            controller=self._controller,
             on_leave=self._keep,
         )
 
     def _drop_cache(self) -> None:
         """Let the engine go; what was learned of costs stays."""
         assert self.engine is not None
-        self._speculation = self.engine.learned
+        self._controller = self.engine.learned
         self.engine = None
 
     # -- what is kept ------------------------------------------------------------------------------------

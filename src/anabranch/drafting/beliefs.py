@@ -18,11 +18,9 @@ import numpy as np
 
 from anabranch.tree import DraftTree
 
-__all__ = ["Beliefs", "Calibration", "best_nodes", "exclusive", "joint_beliefs", "merge"]
+__all__ = ["Beliefs", "best_nodes", "exclusive", "joint_beliefs", "merge"]
 
 MEMORY = 0.99  # weight of a step relative to the one after it
-VERIFIED = 5.0  # weight of the uncorrected probabilities of a source and tenth, in accepted nodes of all rows
-FADING = 0.995  # weight of a verified node relative to the next one
 PRIOR = 10.0  # weight of the drafter's own estimate, in accepted tokens
 
 
@@ -91,37 +89,6 @@ def exclusive(parents: Sequence[int], found: Sequence[float]) -> list[float]:
     for node in range(1, len(found)):
         kept[node] *= kept[parents[node]]
     return kept
-
-
-class Calibration:
-    """Corrects acceptance probabilities by the acceptance of verified nodes, over all rows.
-
-    The nodes chosen for verification are those with the highest estimates, which tend to be too high. So for each
-    source and tenth of probability, the estimates of verified nodes are compared with how many were accepted.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[str, tuple[list[float], list[float]]] = {}  # by source: expected and accepted, by tenths
-
-    def __call__(self, tree: DraftTree, beliefs: Sequence[float]) -> list[float]:
-        """[N] corrected probabilities; no node's exceeds its parent's."""
-        found = list(beliefs)
-        for node, (parent, source) in enumerate(zip(tree.parents.tolist(), tree.sources, strict=True)):
-            if node:
-                counts, place = self._counts.get(source), min(9, int(10 * found[node]))
-                ratio = 1.0 if counts is None else (VERIFIED + counts[1][place]) / (VERIFIED + counts[0][place])
-                found[node] = min(found[parent], found[node] * ratio)
-        return found
-
-    def learn(self, tree: DraftTree, beliefs: Sequence[float], path: Sequence[int]) -> None:
-        """Update with a verified tree and its uncorrected probabilities, of which the target accepted ``path``."""
-        accepted = set(path)
-        for node, source in enumerate(tree.sources):
-            if node:
-                counts = self._counts.setdefault(source, ([0.0] * 10, [0.0] * 10))
-                place = min(9, int(10 * beliefs[node]))
-                counts[0][place] = FADING * counts[0][place] + beliefs[node]
-                counts[1][place] = FADING * counts[1][place] + (node in accepted)
 
 
 def best_nodes(tree: DraftTree, beliefs: Sequence[float], count: int) -> DraftTree:

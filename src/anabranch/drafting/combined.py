@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from anabranch.drafting.beliefs import best_nodes, merge
-from anabranch.drafting.drafter import Drafter, Observation, Row, Taps
+from anabranch.drafting.drafter import Drafter, Observation, Row, Taps, Traits
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
@@ -44,12 +44,14 @@ class CombinedDrafter(Drafter):
         self._probing = probing[0] if probing else None
         self.probes = sum(part.probes for part in probing)
         self.parts, self.adaptive = tuple(parts), adaptive
-        self.free = all(part.free for part in parts)
-        self._free = tuple(part for part in parts if part.free)
+        self._free = tuple(part for part in parts if part.traits.free == "all")
+        self.traits = Traits(
+            free="all" if len(self._free) == len(parts) else "some" if self._free else "none",
+            lead_rows=max(part.traits.lead_rows for part in parts),
+        )
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
         self._rider = riders[0].rider if riders else None
-        self._accounts: dict[int, str] = {}
         layers = {layer for part in parts for layer in part.needs.layers}
         self.needs = Taps(tuple(sorted(layers)), any(part.needs.prompt for part in parts))
 
@@ -91,43 +93,22 @@ class CombinedDrafter(Drafter):
         if not parts:
             return [DraftTree.root(row.root) for row in rows]
         budget = min(budget, self.max_nodes)
-        proposals = [self._proposed(part, rows, min(budget, part.max_nodes)) for part in parts]
-        for i, row in enumerate(rows):
-            if any(part.copies(row) and trees[i].size > 1 for part, trees in zip(parts, proposals, strict=True)):
-                for part, trees in zip(parts, proposals, strict=True):
-                    if part.repeats:
-                        trees[i] = DraftTree.root(row.root)
-        return self._merged(rows, proposals, budget)
-
-    def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
-        """The merged trees of the free parts, which are kept for the draft."""
-        if self.free or not self._free:
-            return None
-        proposals = [part.draft(rows, part.max_nodes) for part in self._free]
-        for i, row in enumerate(rows):
-            row.state[self] = (
-                len(row.tokens),
-                {part: trees[i] for part, trees in zip(self._free, proposals, strict=True)},
-            )
-        return self._merged(rows, proposals, self.max_nodes)
-
-    def _proposed(self, part: Drafter, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """The trees of a part: those of the sketch, if the rows' texts are still the same."""
-        sketched = [row.state.get(self, (0, {})) for row in rows]
-        if all(
-            length == len(row.tokens) and part in trees for (length, trees), row in zip(sketched, rows, strict=True)
-        ):
-            return [trees[part] for _, trees in sketched]
-        return part.draft(rows, budget)
+        drafted = zip(*(part.draft(rows, min(budget, part.max_nodes)) for part in parts), strict=True)
+        return [
+            self._merged(row, dict(zip(parts, trees, strict=True)), budget)
+            for row, trees in zip(rows, drafted, strict=True)
+        ]
 
     @staticmethod
-    def _merged(rows: Sequence[Row], proposals: Sequence[Sequence[DraftTree]], budget: int) -> list[DraftTree]:
-        found = []
-        for row, proposed in zip(rows, zip(*proposals, strict=True), strict=True):
-            trees = [tree for tree in proposed if tree.size > 1] or proposed[:1]
-            tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merge(trees)
-            found.append(best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree)
-        return found
+    def _merged(row: Row, proposed: Mapping[Drafter, DraftTree], budget: int) -> DraftTree:
+        """The best nodes of a row's trees, without lookups of repeats that another part's tree continues already."""
+        drafted = {part: tree for part, tree in proposed.items() if tree.size > 1}
+        copied = row.sampling.greedy and any(part.traits.repeats == "greedy" for part in drafted)
+        trees = [tree for part, tree in drafted.items() if not (copied and part.traits.repeats == "all")]
+        if not trees:
+            return DraftTree.root(row.root)
+        tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merge(trees)
+        return best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """The probes of the one part that has some."""
@@ -144,20 +125,6 @@ class CombinedDrafter(Drafter):
         for part in self.parts:
             part.leave(row)
 
-    def account(self, rows: int) -> str:
-        """Those of all parts."""
-        if rows not in self._accounts:
-            self._accounts[rows] = "+".join(part.account(rows) for part in self.parts)
-        return self._accounts[rows]
-
-    def least(self, rows: int) -> int:
-        """The most that a part wants."""
-        return min(self.max_nodes, max(part.least(rows) for part in self.parts))
-
-    def usual_length(self, rows: int) -> float:
-        """The longest of the parts."""
-        return max(part.usual_length(rows) for part in self.parts)
-
     def depth_of(self, budget: int) -> int:
         """The maximum over the parts; free parts prepare nothing."""
-        return max((part.depth_of(budget) for part in self.parts if not part.free), default=0)
+        return max((part.depth_of(budget) for part in self.parts if part not in self._free), default=0)

@@ -6,11 +6,12 @@ every step, and observes the outcome. Its state for a row is in ``Row.state``, k
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from anabranch.drafting.tables import Tables
     from anabranch.drafting.trained import Trained
 
-__all__ = ["Call", "Drafter", "Method", "Observation", "Row", "Taps", "Wrapped", "numbered", "sized", "tally"]
+__all__ = ["Call", "Drafter", "Method", "Observation", "Row", "Taps", "Traits", "altered", "numbered", "sized", "tally"]
 
 _ids = itertools.count()
 
@@ -91,6 +92,7 @@ class Observation(NamedTuple):
     live      whether each row continues
     budget    maximum number of nodes of the next draft; 1: nothing will be drafted, so nothing needs to be prepared
     probed    for each row, the target's own token after each node of its probe (``Drafter.probe``), without the root
+    lead      whether to prepare the draft with a lead: with passes over a copy of the target
     """
 
     result: PassResult
@@ -101,6 +103,22 @@ class Observation(NamedTuple):
     live: Sequence[bool]
     budget: int
     probed: Sequence[NDArray[np.int64]] = ()
+    lead: bool = True
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How a drafter drafts.
+
+    free       "all": its drafts take almost no time and need no preparation; "some": those of some of its parts do, and
+               with a budget of 1 node these alone draft, up to ``max_nodes``
+    repeats    the rows whose drafts include what followed earlier matches in their own text
+    lead_rows  with how many rows at most it can also draft with a lead (``Observation.lead``); 0: it has none
+    """
+
+    free: Literal["none", "some", "all"] = "none"
+    repeats: Literal["none", "greedy", "all"] = "none"
+    lead_rows: int = 0
 
 
 class Drafter(ABC):
@@ -111,25 +129,20 @@ class Drafter(ABC):
     max_nodes  maximum number of nodes of its trees, counting the root
     adaptive   whether the number of drafted and verified nodes follows the load (``control.controller``); its trees
                then have ``log_probs``
-    free       whether its drafts take almost no time and need no preparation: it drafts at every step, and the load
-               only decides what is verified
-    repeats    whether it proposes only what followed earlier matches in the row's own text
+    traits     how it drafts, for the controller and for combinations
     needs      the hidden states that it needs
     probes     maximum number of nodes of a row's probe, not counting the root
     spec       the specification that it was built from; empty if it was not
-    arms       drafters of which the engine chooses one for each row when it joins; empty: the drafter itself drafts
     """
 
     name: str = "drafter"
     rules: tuple[Rule, ...] = ("match",)
     max_nodes: int = 1
     adaptive: bool = False
-    free: bool = False
-    repeats: bool = False
+    traits: Traits = Traits()
     needs: Taps = Taps()
     probes: int = 0
     spec: str = ""
-    arms: tuple[Drafter, ...] = ()
 
     @property
     def margin(self) -> int:
@@ -149,10 +162,6 @@ class Drafter(ABC):
                 f"rule={rule!r} would not be exact; use rule='match'"
             )
 
-    def copies(self, row: Row) -> bool:
-        """Whether its drafts for a row include what one that ``repeats`` its text would add."""
-        return False
-
     def recalls(self, tokens: Sequence[int]) -> int:
         """How many tokens at the beginning of a new row's prompt this drafter need not read again."""
         return 0 if self.needs.prompt else len(tokens)
@@ -166,13 +175,6 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
-
-    def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
-        """The proposals of its free parts. If they are good enough, no other draft is prepared.
-
-        Called once the rows have their new tokens, before ``observe``. None unless it combines free parts with others.
-        """
-        return None
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """Extra nodes for the pass, whose tokens are observed but never emitted; called if ``probes``.
@@ -193,95 +195,15 @@ class Drafter(ABC):
         """The maximum depth of a tree of ``budget`` nodes, which may affect the cost of preparing the draft."""
         return budget - 1
 
-    def account(self, rows: int) -> str:
-        """The name under which what its drafts for so many rows cost and are worth is learned."""
-        return self.name
 
-    def least(self, rows: int) -> int:
-        """The fewest nodes, root included, that a draft for each of so many rows is planned and verified with."""
-        return 1
-
-    def usual_length(self, rows: int) -> float:
-        """The mean acceptance length to expect of 16 nodes before any draft was seen; 0: as of most drafters."""
-        return 0.0
+D = TypeVar("D", bound=Drafter)
 
 
-class Wrapped(Drafter):
-    """A drafter that delegates to another one, for subclasses that override part of its behaviour."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.name, self.rules, self.max_nodes = drafter.name, drafter.rules, drafter.max_nodes
-        self.adaptive, self.free, self.needs = drafter.adaptive, drafter.free, drafter.needs
-        self.repeats = drafter.repeats
-        self.probes, self.spec = drafter.probes, drafter.spec
-
-    @property
-    def margin(self) -> int:
-        """The drafter's own."""
-        return self.drafter.margin
-
-    @property
-    def rider(self) -> Rider | None:
-        """The drafter's own."""
-        return self.drafter.rider
-
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """Ask the drafter."""
-        self.drafter.check(sampling, rule)
-
-    def copies(self, row: Row) -> bool:
-        """The drafter's own."""
-        return self.drafter.copies(row)
-
-    def recalls(self, tokens: Sequence[int]) -> int:
-        """The drafter's own."""
-        return self.drafter.recalls(tokens)
-
-    def join(self, row: Row) -> None:
-        """Pass the row on."""
-        self.drafter.join(row)
-
-    def read(self, row: Row, result: PassResult, start: int) -> None:
-        """Pass the prompt on."""
-        self.drafter.read(row, result, start)
-
-    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        """The drafter's trees."""
-        return self.drafter.draft(rows, budget)
-
-    def sketch(self, rows: Sequence[Row]) -> list[DraftTree] | None:
-        """The drafter's sketch."""
-        return self.drafter.sketch(rows)
-
-    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """The drafter's probes."""
-        return self.drafter.probe(rows)
-
-    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Pass the outcome on."""
-        self.drafter.observe(rows, seen)
-
-    def leave(self, row: Row) -> None:
-        """The drafter forgets the row."""
-        super().leave(row)
-        self.drafter.leave(row)
-
-    def depth_of(self, budget: int) -> int:
-        """The drafter's own."""
-        return self.drafter.depth_of(budget)
-
-    def account(self, rows: int) -> str:
-        """The drafter's own."""
-        return self.drafter.account(rows)
-
-    def least(self, rows: int) -> int:
-        """The drafter's own."""
-        return self.drafter.least(rows)
-
-    def usual_length(self, rows: int) -> float:
-        """The drafter's own."""
-        return self.drafter.usual_length(rows)
+def altered(drafter: D, **members: Any) -> D:
+    """A copy of a drafter with some members replaced; it has rows of its own and shares everything else."""
+    made = copy.copy(drafter)
+    made.__dict__.update(members)
+    return made
 
 
 def numbered(word: str) -> Callable[[str], int | None]:

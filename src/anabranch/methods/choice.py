@@ -4,32 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anabranch.drafting.drafter import Drafter, Wrapped
+from anabranch.drafting.drafter import Drafter, Row
 from anabranch.sampling import SamplingParams
+from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
 __all__ = ["ChoiceDrafter"]
 
 
-class ChoiceDrafter(Wrapped):
-    """One of ``arms`` drafts for a row, from when it joins until it leaves.
+class ChoiceDrafter(Drafter):
+    """One of its ``drafters`` drafts for a row, from when it joins until it leaves.
 
     A row keeps its drafter because some read the whole prompt, and because rows that ride in the target's pass must all
-    belong to one drafter. The engine chooses (``Engine.arm``), so it never calls this object to draft; where it is used
-    without an engine, the first arm drafts.
+    belong to one drafter. The engine chooses (``Engine.choose_drafter``), and no row has this one.
     """
 
-    def __init__(self, arms: Sequence[Drafter]) -> None:
-        super().__init__(arms[0])
-        self.name, self.arms = "auto", tuple(arms)
-        self.adaptive = any(arm.adaptive for arm in arms)
+    name = "auto"
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = tuple(drafters)
+        self.adaptive = any(drafter.adaptive for drafter in drafters)
 
     @property
     def margin(self) -> int:
-        """The largest margin of an arm."""
-        return max(arm.margin for arm in self.arms)
+        """The largest margin of a drafter."""
+        return max(drafter.margin for drafter in self.drafters)
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """Every arm must support the request, since any may be chosen."""
-        for arm in self.arms:
-            arm.check(sampling, rule)
+        """Every drafter must support the request, since any may be chosen."""
+        for drafter in self.drafters:
+            drafter.check(sampling, rule)
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """Never called."""
+        raise NotImplementedError

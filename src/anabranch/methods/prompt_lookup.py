@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from anabranch.drafting.beliefs import joint_beliefs
-from anabranch.drafting.drafter import Drafter, Method, Row
+from anabranch.drafting.drafter import Drafter, Method, Row, Traits
 from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
 from anabranch.tree import DraftTree
@@ -93,8 +93,7 @@ class PromptLookupDrafter(Drafter):
     """Up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens, or ``matches`` of them."""
 
     name = "prompt_lookup"
-    free = True
-    repeats = True
+    traits = Traits(free="all", repeats="all")
 
     def __init__(self, *, tokens: int = 10, ngram: int = 3, matches: int = 1, adaptive: bool = False) -> None:
         if tokens < 1 or ngram < 1 or matches < 1:

@@ -186,9 +186,9 @@ def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> D
     shared: dict[Part, Drafter] = {}
     if not spec.arms:
         return _merged(spec, target, modules, shared)
-    made = ChoiceDrafter([_merged(arm, target, modules, shared) for arm in spec.arms])
-    made.spec = str(spec)
-    return made
+    choice = ChoiceDrafter([_merged(arm, target, modules, shared) for arm in spec.arms])
+    choice.spec = str(spec)
+    return choice
 
 
 def _merged(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None], shared: dict[Part, Drafter]) -> Drafter:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anabranch.drafting.drafter import Drafter, Method, Row
+from anabranch.drafting.drafter import Drafter, Method, Row, Traits
 from anabranch.drafting.grow import Child, Form, Growth, Node, grow
 from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
@@ -197,7 +197,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
-    free = True
+    traits = Traits(free="all")
 
     def __init__(
         self,

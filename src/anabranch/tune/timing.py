@@ -21,7 +21,7 @@ import numpy as np
 from anabranch.bench.shapes import wrong_chain
 from anabranch.control.costs import StepCosts, disturbed
 from anabranch.decoding.engine import Engine, Request
-from anabranch.drafting.drafter import Drafter, Row, Wrapped
+from anabranch.drafting.drafter import Drafter, Observation, Row, altered
 from anabranch.errors import InputError
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
@@ -72,30 +72,17 @@ class MeasuredTimes:
     busy: bool = False
 
 
-class _Chains(Wrapped):
+def _chains(drafter: Drafter, nodes: int) -> Drafter:
     """A drafter whose drafts are replaced by chains of ``nodes`` nodes; it observes and prepares as usual."""
 
-    def __init__(self, drafter: Drafter, nodes: int) -> None:
-        super().__init__(drafter)
-        self.nodes, self.adaptive, self.max_nodes = nodes, False, nodes
+    def draft(rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        return [wrong_chain(row, nodes) for row in rows]
 
-    @property
-    def margin(self) -> int:
-        return max(self.nodes, self.drafter.margin)
+    def observe(rows: Sequence[Row], seen: Observation) -> None:
+        type(drafter).observe(made, rows, seen._replace(budget=min(seen.budget, drafter.max_nodes)))
 
-    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        return [wrong_chain(row, self.nodes) for row in rows]
-
-
-class _Sized(Wrapped):
-    """A drafter with at most ``nodes`` nodes per draft, all of which are verified."""
-
-    def __init__(self, drafter: Drafter, nodes: int) -> None:
-        super().__init__(drafter)
-        self.adaptive, self.max_nodes = False, nodes
-
-    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        return self.drafter.draft(rows, min(budget, self.max_nodes))
+    made = altered(drafter, draft=draft, observe=observe, adaptive=False, max_nodes=nodes)
+    return made
 
 
 @dataclass
@@ -163,9 +150,13 @@ def measure_times(
 
     kind = {group: (drafter.needs.layers, drafter.rider is not None) for group, drafter in drafters.items()}
     first = {kind[group]: drafter for group, drafter in reversed(list(drafters.items()))}
-    passes = {(k, n): timed(_Chains(drafter, n), n) for k, drafter in first.items() for n in WIDTHS}
+    passes = {(k, n): timed(_chains(drafter, n), n) for k, drafter in first.items() for n in WIDTHS}
     sizes = {group: _sizes(drafter) for group, drafter in drafters.items() if drafter.max_nodes > 1}
-    drafts = {(group, n): timed(_Sized(drafters[group], n), None) for group, ns in sizes.items() for n in ns}
+    drafts = {
+        (group, n): timed(altered(drafters[group], adaptive=False, max_nodes=n), None)
+        for group, ns in sizes.items()
+        for n in ns
+    }
     for done in range(rounds + 1):
         report("step times", done, rounds + 1)
         for one in (*passes.values(), *drafts.values()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -29,14 +29,12 @@ from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
-__all__ = ["LED_ROWS", "LeadCopy", "LedStreamDrafter", "led_tree"]
+__all__ = ["LEAD_ROWS", "LeadCopy", "LedStreamDrafter", "led_tree"]
 
 TREE = 4  # nodes that a pass of the copy verifies
 # Tokens that the copy drafts where their number is not given, and the most rows that it then drafts for: a pass of the
 # copy over many rows is bound by arithmetic like the target's own (docs/log.md).
-AUTO_LEAD, LED_ROWS = 1, 1
-# the fewest nodes of a led draft whose size follows the load, and what to expect of it (docs/log.md)
-LED_NODES, LED_LENGTH = 8, 4.5
+AUTO_LEAD, LEAD_ROWS = 1, 1
 REFUSAL = (
     "quantized_draft needs bf16 weights that the native kernels run, and streams that trail on them without pruning, "
     "with tree=best or tree=chain; leave it out"
@@ -81,7 +79,7 @@ class LedStreamDrafter(StreamDrafter):
     """Streams that trail what a 4-bit copy of the target drafts first.
 
     tokens  that the copy drafts, or a few more, since one of its passes may bring several; None: ``AUTO_LEAD`` where at
-            most ``LED_ROWS`` rows are decoded, else none
+            most ``LEAD_ROWS`` rows are decoded, else none
     """
 
     rules: tuple[Rule, ...] = ("match",)
@@ -103,7 +101,7 @@ class LedStreamDrafter(StreamDrafter):
         if self.native is None or prune or not adapter.reads_main or self.tree.options.tree == "product":
             raise CapabilityError(REFUSAL)
         self.copy = LeadCopy(target, adapter, self.native, copy=self.tree.options.copy)
-        self._led_rows = LED_ROWS if tokens is None else sys.maxsize
+        self.traits = replace(self.traits, lead_rows=LEAD_ROWS if tokens is None else sys.maxsize)
         self.tokens = AUTO_LEAD if tokens is None else tokens
         self._longest = self.tokens + self.copy.beyond
         if self.tree.options.tree != "best":
@@ -118,21 +116,6 @@ class LedStreamDrafter(StreamDrafter):
         """The maximum depth of a tree of ``budget`` nodes: what the copy drafts, and the streams of the rest."""
         streams = self._streams_of(min(budget, self.max_nodes) - self.tokens)
         return min(budget - 1, self._longest + streams)
-
-    def account(self, rows: int) -> str:
-        """Drafts with the copy take longer and yield more, so they are judged apart from those without."""
-        return self.name if self._leads(rows) else "streams"
-
-    def least(self, rows: int) -> int:
-        """Enough nodes to pay for the copy; smaller drafts would also show too little of the streams after it."""
-        return min(LED_NODES, self.max_nodes) if self._leads(rows) else 1
-
-    def usual_length(self, rows: int) -> float:
-        """More than of most drafters."""
-        return LED_LENGTH if self._leads(rows) else 0.0
-
-    def _leads(self, rows: int) -> bool:
-        return rows <= self._led_rows
 
     def join(self, row: Row) -> None:
         """A new row has no stream states before its first step."""
@@ -170,7 +153,8 @@ class LedStreamDrafter(StreamDrafter):
         seen: Observation,
     ) -> None:
         """Let the copy draft, and the streams trail it; ``nodes`` are the rows of ``main_MD`` of the newest tokens."""
-        budget, count = min(seen.budget, self.max_nodes), self.tokens if self._leads(len(rows)) else 0
+        leads = seen.lead and len(rows) <= self.traits.lead_rows
+        budget, count = min(seen.budget, self.max_nodes), self.tokens if leads else 0
         most = min(budget - 1, self._longest) if count else 0
         led = [
             Copied(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anabranch.drafting.drafter import Call, Drafter, Observation, Row, Taps, tally
+from anabranch.drafting.drafter import Call, Drafter, Observation, Row, Taps, Traits, tally
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.streams.adapter import StreamModule
@@ -95,6 +95,8 @@ class StreamDrafter(Drafter):
         self.target, self.adapter, self.prune, self.adaptive, self.name = target, adapter, prune, adaptive, name
         self.tree = StreamDraft(target, adapter, options)
         self._trees = {self.tree.options.nodes: self.tree}
+        if self.tree.native is not None and self.tree.native.copies:
+            self.traits = Traits(repeats="greedy")
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
         self._rider: Rider | None = None
@@ -132,10 +134,6 @@ class StreamDrafter(Drafter):
     def depth_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
         return self._streams_of(min(budget, self.max_nodes))
-
-    def copies(self, row: Row) -> bool:
-        """Those of greedy rows, if its trees are best-first and built by the native kernels."""
-        return self.tree.native is not None and self.tree.native.copies and row.sampling.greedy
 
     def _streams_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""

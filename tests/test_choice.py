@@ -15,8 +15,8 @@ import pytest
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
 from anabranch.control import profiles
-from anabranch.control.arms import SAMPLE, TENURE, Arms
-from anabranch.control.controller import Speculation
+from anabranch.control.choice import SAMPLE, Choice
+from anabranch.control.controller import Controller
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.control.profiles import Situation, keep_tuned, settle
 from anabranch.decoding.engine import Engine
@@ -53,21 +53,21 @@ def trained(target: Decoder) -> list[TrainedModule]:
     return [small_adapter(target), *(module.eval().requires_grad_(False) for module in made)]
 
 
-def controller(table: str = "1:10/512:10", arms: Arms | None = None) -> Speculation:
-    return Speculation(Costs(PassCosts(StepCosts.parse(table)), 0.0), ragged=True, arms=arms)
+def controller(target: Decoder, choice: Choice | None = None) -> Controller:
+    return Controller(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0)))), ragged=target.ragged, choice=choice)
 
 
 # -- what is chosen -------------------------------------------------------------------------------------------------
 def chosen(
-    arms: Arms, speedups: Mapping[str, float], prompts: int, *, rows: int = 1, seed: int = 0, spread: float = 0.25
+    choice: Choice, speedups: Mapping[str, float], prompts: int, *, rows: int = 1, seed: int = 0, spread: float = 0.25
 ) -> list[str]:
     """The choices for prompts of 128 tokens that differ as real ones do, one at a time; all are predicted alike."""
     noise, found = np.random.default_rng(seed), []
     for _ in range(prompts):
-        arm = arms.choose(dict.fromkeys(speedups, 1.5), rows)
+        arm = choice.choose(dict.fromkeys(speedups, 1.5), rows)
         speedup = speedups[arm] * float(np.exp(spread * noise.standard_normal()))
         for _ in range(8):
-            arms.saw(arm, rows, 16.0, 16.0 / speedup)
+            choice.saw(arm, rows, 16.0, 16.0 / speedup)
         found.append(arm)
     return found
 
@@ -75,7 +75,7 @@ def chosen(
 def test_each_arm_is_tried_and_the_best_one_wins() -> None:
     speedups = {"slow": 0.8, "good": 1.5, "best": 1.75}
     for seed in range(5):
-        found = chosen(Arms(), speedups, 400, seed=seed)
+        found = chosen(Choice(), speedups, 400, seed=seed)
         counts = Counter(found[100:])
         assert set(found[:20]) == set(speedups), "each is tried soon"
         assert counts["best"] > 0.8 * 300
@@ -84,66 +84,67 @@ def test_each_arm_is_tried_and_the_best_one_wins() -> None:
 
 
 def test_a_choice_follows_the_text() -> None:
-    arms = Arms()
-    before = chosen(arms, {"one": 2.0, "other": 1.5}, 60)
-    after = chosen(arms, {"one": 1.2, "other": 1.5}, 120, seed=1)
+    choice = Choice()
+    before = chosen(choice, {"one": 2.0, "other": 1.5}, 60)
+    after = chosen(choice, {"one": 1.2, "other": 1.5}, 120, seed=1)
     assert Counter(before[20:])["one"] > 30
     assert Counter(after[60:])["other"] > 45
 
 
 def test_each_load_has_its_own_choice() -> None:
-    arms = Arms()
+    choice = Choice()
     alone, many = {"wide": 2.0, "cheap": 1.5}, {"wide": 0.8, "cheap": 1.1}
     for seed in range(20):
-        found = chosen(arms, alone, 2, seed=seed), chosen(arms, many, 2, rows=16, seed=seed)
+        found = chosen(choice, alone, 2, seed=seed), chosen(choice, many, 2, rows=16, seed=seed)
     assert [set(each) for each in found] == [{"wide"}, {"cheap"}]
-    assert sorted(arms.yields()) == [1, 16]
+    assert sorted(choice.yields()) == [1, 16]
 
 
 def test_what_has_faded_is_not_kept() -> None:
-    arms = Arms()
-    arms.saw("old", 1, 2.0, 1.0)
-    arms.saw("new", 1, 16.0, 10.0)
-    again = Arms.from_dict(json.loads(json.dumps(arms.to_dict())), {})
-    assert again.to_dict() == arms.to_dict()
+    choice = Choice()
+    choice.saw("old", 1, 2.0, 1.0)
+    choice.saw("new", 1, 16.0, 10.0)
+    again = Choice.from_dict(json.loads(json.dumps(choice.to_dict())), {})
+    assert again.to_dict() == choice.to_dict()
     assert set(again.yields()[1]) == {"old", "new"}
     for _ in range(2000):
-        arms.saw("new", 1, 16.0, 10.0)
-    assert list(arms.to_dict()["1"]) == ["new"]
-    assert list(Arms.from_dict(arms.to_dict(), {}).yields()[1]) == ["new"]
+        choice.saw("new", 1, 16.0, 10.0)
+    assert list(choice.to_dict()["1"]) == ["new"]
+    assert list(Choice.from_dict(choice.to_dict(), {}).yields()[1]) == ["new"]
 
 
 def test_a_prediction_says_where_to_begin() -> None:
     expected = {"one": 1.2, "other": 1.6, "third": 1.4}
-    arms = Arms()
-    assert arms.choose(expected, 1) == "other"
+    choice = Choice()
+    assert choice.choose(expected, 1) == "other"
     for _ in range(40):
-        arms.saw("other", 1, 16.0, 10.0)
-    assert arms.choose(expected, 1) == "third", "the second best comes next"
+        choice.saw("other", 1, 16.0, 10.0)
+    assert choice.choose(expected, 1) == "third", "the second best comes next"
 
 
 def test_rows_in_use_keep_their_arm_for_a_while() -> None:
-    arms, expected = Arms(), {"one": 1.5, "other": 1.5}
-    assert arms.choose(expected, 4) == "one"
-    for _ in range(int(TENURE / SAMPLE)):
-        assert arms.choose(expected, 4, using="one") == "one"
-        arms.saw("one", 4, SAMPLE, 0.9 * SAMPLE)
-    assert arms.choose(expected, 4, using="one") == "other"
-    assert arms.choose(expected, 4, using="other") == "other", "and now this one"
-    assert arms.choose({"one": 1.5}, 4) == "one", "where it is the only one that is possible"
+    choice, expected = Choice(), {"one": 1.5, "other": 1.5}
+    assert choice.choose(expected, 4) == "one"
+    for _ in range(4):
+        assert choice.choose(expected, 4, using="one") == "one"
+        choice.saw("one", 4, SAMPLE, 0.9 * SAMPLE)
+    assert choice.choose(expected, 4, using="one") == "other"
+    assert choice.choose(expected, 4, using="other") == "other", "and now this one"
+    assert choice.choose({"one": 1.5}, 4) == "one", "where it is the only one that is possible"
 
 
-def test_predicted_acceptance_and_costs_rank_arms_before_they_were_tried() -> None:
+def test_predicted_acceptance_and_costs_rank_drafters_before_they_were_tried() -> None:
     target = small()
     drafter = make_drafter("auto", target, *trained(target))
-    assert [arm.name for arm in drafter.arms] == [f"{n}+prompt_lookup" for n in ("streams", "medusa", "eagle", "space")]
-    lengths = {arm.spec: length for arm, length in zip(drafter.arms, (2.0, 2.4, 3.1, 2.2), strict=True)}
-    made = controller(arms=Arms(lengths))
-    assert made.arm(drafter.arms, 1, 0.0, using=None).name == "eagle+prompt_lookup"
-    for _ in range(50):
-        made.costs.saw_draft("eagle+prompt_lookup", 30.0, 12, 1)
-        made.costs.saw_prepare("eagle+prompt_lookup", 30.0, 5)
-    assert made.arm(drafter.arms, 1, 0.0, using=None).name == "medusa+prompt_lookup", "its drafts take too long"
+    assert isinstance(drafter, ChoiceDrafter)
+    names = [f"{name}+prompt_lookup" for name in ("streams", "medusa", "eagle", "space")]
+    assert [each.name for each in drafter.drafters] == names
+    lengths = {each.spec: length for each, length in zip(drafter.drafters, (2.0, 2.4, 3.1, 2.2), strict=True)}
+    made = controller(target, Choice(lengths))
+    assert made.choose_drafter(drafter.drafters, 1, 0.0, using=None).name == names[2]
+    made.costs.drafts = {names[2]: 30.0}
+    made = Controller(made.costs, ragged=True, choice=Choice(lengths))
+    assert made.choose_drafter(drafter.drafters, 1, 0.0, using=None).name == names[1], "its drafts take too long"
 
 
 # -- specifications -------------------------------------------------------------------------------------------------
@@ -161,15 +162,15 @@ def test_several_modules_are_arms_and_one_is_none() -> None:
         assert (str(alone), alone.arms) == (f"{drafter}+{FREE}", ())
     made = make_drafter(spec, target, *modules)
     assert isinstance(made, ChoiceDrafter)
-    assert [arm.spec for arm in made.arms] == list(map(str, spec.arms))
-    parts = [arm.parts[-1] for arm in made.arms if isinstance(arm, CombinedDrafter)]
+    assert [arm.spec for arm in made.drafters] == list(map(str, spec.arms))
+    parts = [arm.parts[-1] for arm in made.drafters if isinstance(arm, CombinedDrafter)]
     assert len(parts) == 4
     assert len(set(map(id, parts))) == 1, "what needs no module is shared"
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
-class Shuffled(Arms):
-    """Any arm that is possible, in turns."""
+class Shuffled(Choice):
+    """Any drafter that is possible, in turns."""
 
     turn = 0
 
@@ -186,14 +187,14 @@ def test_rows_of_all_arms_join_and_leave_and_decode_as_alone(rows: int) -> None:
         request(5 + n, n, 6 + 2 * n, sampling=SamplingParams(temperature=0.9 * (n % 2), seed=n)) for n in range(9)
     ]
     wanted, _ = decode(target, requests)
-    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged, arms=Shuffled())
-    scheduler = Scheduler(target, rows=rows, speculation=made, prefix_bytes=0)
+    made = controller(target, Shuffled())
+    scheduler = Scheduler(target, rows=rows, controller=made, prefix_bytes=0)
     tickets = [scheduler.submit(each, drafter) for each in requests]
     together = 0
     while scheduler.busy:
         together = max(together, len({ticket.used for ticket, _ in scheduler.tick()}))
     assert [ticket.emitted for ticket in tickets] == wanted
-    assert {ticket.used for ticket in tickets} == set(drafter.arms)
+    assert {ticket.used for ticket in tickets} == set(drafter.drafters)
     assert (together > 1) == (rows > 1), "rows of several arms share a pass"
 
 
@@ -203,8 +204,8 @@ def test_rows_that_ride_are_those_of_one_arm() -> None:
     texts = ("streams:tree=auto,placement=ride", "space:tree=auto,placement=ride", "medusa:tree=auto")
     drafter = ChoiceDrafter([make_drafter(text, target, *modules) for text in texts])
     requests = [request(4 + n, n, 8 + n) for n in range(8)]
-    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged, arms=Shuffled())
-    scheduler = Scheduler(target, rows=3, speculation=made, prefix_bytes=0)
+    made = controller(target, Shuffled())
+    scheduler = Scheduler(target, rows=3, controller=made, prefix_bytes=0)
     tickets = [scheduler.submit(each, drafter) for each in requests]
     plain = scheduler.submit(request(4, 20, 8), NoDrafter())  # a row of another drafter
     while scheduler.busy:
@@ -216,33 +217,33 @@ def test_rows_that_ride_are_those_of_one_arm() -> None:
 def test_steps_are_measured_where_all_rows_use_one_arm() -> None:
     target = small()
     drafter = make_drafter("auto", target, *trained(target)[:2])
-    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged)
-    engine = Engine(target, drafter, rows=2, capacity=96, speculation=made)
+    made = controller(target)
+    engine = Engine(target, drafter, rows=2, capacity=96, controller=made)
     for seed in range(2):
         engine.add(request(5, seed, 30))
     (arm,) = {member.drafter for member in engine._members}
     assert sum(len(step.tokens) for step in engine.run()) == 60
-    assert made.arms is not None
-    assert list(made.arms.yields()) in ([2], [1, 2])
-    (seen,) = {spec for yields in made.arms.yields().values() for spec in yields}
+    assert made.choice is not None
+    assert list(made.choice.yields()) in ([2], [1, 2])
+    (seen,) = {spec for yields in made.choice.yields().values() for spec in yields}
     assert seen == arm.spec
-    assert 0 < made.arms.yields()[2][seen].tokens <= 30, "tokens a row"
+    assert 0 < made.choice.yields()[2][seen].tokens <= 30, "tokens a row"
 
 
 def test_one_arm_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("choose", "saw"):
-        monkeypatch.setattr(Arms, name, lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(Choice, name, lambda *_, **__: 1 / 0)
     target = small()
     adapter = small_adapter(target)
     drafter = make_drafter("auto", target, adapter)
-    assert not drafter.arms
-    made = Speculation(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))), 0.0), ragged=target.ragged)
-    engine = Engine(target, drafter, rows=2, capacity=96, speculation=made)
+    assert not isinstance(drafter, ChoiceDrafter)
+    made = controller(target)
+    engine = Engine(target, drafter, rows=2, capacity=96, controller=made)
     for seed in range(2):
         engine.add(request(5, seed, 12))
     assert {member.drafter for member in engine._members} == {drafter}
     list(engine.run())
-    assert made.arms is None
+    assert made.choice is None
 
 
 # -- what is kept --------------------------------------------------------------------------------------------------
@@ -276,19 +277,19 @@ def test_what_was_learned_is_kept_for_the_next_load(home: Path) -> None:
         assert out.drafter in {str(arm) for arm in first.spec.arms}
         assert out.token_ids == first.generate("the cat sat on the mat", max_new_tokens=20, drafter="none").token_ids
         assert first.known is not None
-        assert first.known.arms is not None
-        seen = first.known.arms.to_dict()
+        assert first.known.choice is not None
+        seen = first.known.choice.to_dict()
         (path,) = (home / "arms").iterdir()
         assert json.loads(path.read_text(encoding="utf-8"))["yields"] == seen
         tokens = [len(first.generate("the dog", max_new_tokens=20, seed=n).token_ids) for n in range(3)]
         assert tokens == [20] * 3
         assert json.loads(path.read_text(encoding="utf-8"))["yields"] == seen, "not written every time"
-        assert first.known.arms.news
+        assert first.known.choice.changed
     again = model().known
     assert again is not None
-    assert again.arms is not None
-    assert again.arms.to_dict() == json.loads(path.read_text(encoding="utf-8"))["yields"] != seen, "closing writes it"
-    assert list(again.arms.lengths.values()) == [2.5], "what the cards say is read too"
+    assert again.choice is not None
+    assert again.choice.to_dict() == json.loads(path.read_text(encoding="utf-8"))["yields"] != seen, "closing writes it"
+    assert list(again.choice.lengths.values()) == [2.5], "what the cards say is read too"
 
 
 @pytest.mark.parametrize(
@@ -306,34 +307,34 @@ def test_what_was_learned_is_kept_for_the_next_load(home: Path) -> None:
 def test_a_file_that_is_damaged_counts_as_missing(home: Path, text: str) -> None:
     target = as_target(small())
     known = adapters(target.decoder)
-    path = Situation.of(target, known).arms_path()
+    path = Situation.of(target, known).choice_path()
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")
-    arms = settle(target, known).arms
-    assert arms is not None
-    assert not arms.yields()
+    choice = settle(target, known).choice
+    assert choice is not None
+    assert not choice.yields()
 
 
 def test_what_is_old_or_of_other_adapters_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = as_target(small())
     known = adapters(target.decoder)
-    assert settle(target).arms is None
-    assert settle(target, known[:1]).arms is None, "there is no choice"
+    assert settle(target).choice is None
+    assert settle(target, known[:1]).choice is None, "there is no choice"
     situation = Situation.of(target, known)
     keep_tuned(situation, {"one": 1.5, "other": 2.0})
-    arms = settle(target, known).arms
-    assert arms is not None
-    assert arms.choose({"one": 1.5, "other": 1.5}, 1) == "other", "what tune measured is used"
-    speedups = {name: found.speedup for name, found in arms.yields()[1].items()}
+    choice = settle(target, known).choice
+    assert choice is not None
+    assert choice.choose({"one": 1.5, "other": 1.5}, 1) == "other", "what tune measured is used"
+    speedups = {name: found.speedup for name, found in choice.yields()[1].items()}
     assert speedups == pytest.approx({"one": 1.5, "other": 2.0}, rel=1e-4)
-    record = json.loads(situation.arms_path().read_text(encoding="utf-8"))
+    record = json.loads(situation.choice_path().read_text(encoding="utf-8"))
     record["date"] = (date.today() - timedelta(days=profiles.DAYS + 1)).isoformat()
-    situation.arms_path().write_text(json.dumps(record), encoding="utf-8")
-    arms = settle(target, known).arms
-    assert arms is not None
-    assert not arms.yields()
+    situation.choice_path().write_text(json.dumps(record), encoding="utf-8")
+    choice = settle(target, known).choice
+    assert choice is not None
+    assert not choice.yields()
     monkeypatch.setattr(profiles, "processor_name", lambda: "another")
-    assert Situation.of(target, known).arms_path() != situation.arms_path()
+    assert Situation.of(target, known).choice_path() != situation.choice_path()
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
