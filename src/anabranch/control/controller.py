@@ -38,9 +38,9 @@ BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1] - 1))  # acceptance by rank before any draft was seen
 RATE = 0.05  # weight of the newest step in a moving average
 MEMORY = 1000.0  # tokens after which a comparison of yields with plans counts a third
-PERIOD = 8  # steps for which a plan is kept while the batch stays the same
-NEAR = 0.75  # times the best rate that a mode has to be expected to reach to be tried again
-EXPLORE = 32  # steps until another mode is tried; twice as many each time that changes nothing
+PERIOD = 4  # steps for which a plan is kept while the batch stays the same
+NEAR = 0.85  # times the best rate that a mode has to be expected to reach to be tried again
+EXPLORE = 64  # steps until another mode is tried; twice as many each time that changes nothing
 
 
 def best_count(probs: Sequence[float] | NDArray[np.float64], ms: Sequence[float] | NDArray[np.float64]) -> int:
@@ -259,7 +259,7 @@ class Controller:
 
     def _worth_trying(self, drafter: Drafter, plan: Plan, best: Plan, rows: int) -> bool:
         """Whether another mode than the best may turn out faster: not where steps showed it to be far behind."""
-        return plan.rate > NEAR * best.rate or self.stats(drafter, plan.mode, rows).steps < PERIOD // 2
+        return plan.rate > NEAR * best.rate or self.stats(drafter, plan.mode, rows).steps < 2
 
     def _modes(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> list[Plan]:
         """The best plan of each mode, for ``count`` of the ``rows``, beside ``others`` nodes."""

@@ -32,8 +32,7 @@ CONTEXT = 1024  # tokens in the cache at which passes are timed too
 BUSY = 1.3  # ratio of neighbouring equal passes (quartiles) on a busy machine; 1.1 to 3.2 beside two busy loops
 # costs where they cannot be measured, in passes over one row: of native kernels, of PyTorch in float32, and on a GPU
 TYPICAL = {"native": "1:1/8:1.2/12:1.5/24:2.6", "float32": "1:1/4:2/8:3.3/16:5.5", "cuda": "1:1/129:2"}
-LEARNING = 0.05  # weight of the newest pass, in logarithms, at its own width
-COMMON = 0.3  # times that weight at all other widths: clocks and other jobs slow all passes down
+LEARNING = 0.05  # weight of the newest pass, in logarithms; half of it at all other widths
 CLIP = 1.5  # times the expected milliseconds that a timing counts for at most: one that was interrupted says little
 LARGEST = 512  # nodes of the curve; beyond, costs grow in proportion
 
@@ -133,8 +132,8 @@ class Costs:
         near = slice(math.ceil(0.85 * nodes), int(1.18 * nodes) + 1)
         self._seen[near] += 1
         rate = max(LEARNING, 1 / (1 + float(self._seen[nodes])))
-        self._shared += LEARNING * COMMON * error
-        self._local[near] += (rate - LEARNING * COMMON) * error
+        self._shared += LEARNING * error / 2  # clocks and other jobs slow passes of all widths down
+        self._local[near] += (rate - LEARNING / 2) * error
         if self.timed % 4 == 0:
             self._set_curve()
 
