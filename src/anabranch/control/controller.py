@@ -245,7 +245,7 @@ class Controller:
         plans = self._modes(drafter, count, rows, others, context)
         best = max(plans, key=lambda plan: plan.rate)
         now = next((plan for plan in plans if plan.mode == schedule.plan.mode), best)
-        if kept and now.rate > NEAR * best.rate:  # a mode that was hardly tried yet
+        if kept and 2 * now.rate > best.rate:  # a mode that was hardly tried yet
             schedule.plan = now
             return now
         if best.mode != schedule.best:

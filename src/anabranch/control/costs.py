@@ -107,6 +107,7 @@ class Costs:
 
     def _set_curve(self) -> None:
         curve = np.exp(self._base + self._local + self._shared)
+        curve[0] = 0.0
         self._curve: list[float] = np.maximum.accumulate(curve).tolist()
 
     def draft_ms(self, drafter: str, rows: int) -> float:
