@@ -45,13 +45,13 @@ class Kind:
     fixed: Mapping[int, float]
     node: float
     accepted: Mapping[int, float]
-    traits: Traits = Traits()
+    traits: Traits
 
 
 KINDS = (
-    Kind("streams", {1: 0.01, 2: 0.25}, 0.02, {1: 0.1, 2: 0.62}, Traits(free="some")),
+    Kind("streams", {1: 0.01, 2: 0.25}, 0.02, {1: 0.1, 2: 0.62}, Traits("some")),
     Kind("streams, lead", {1: 0.01, 2: 0.25, 3: 1.3}, 0.02, {1: 0.1, 2: 0.62, 3: 0.75}, Traits("some", lead_rows=1)),
-    Kind("eagle", {2: 1.2}, 0.05, {2: 0.65}),
+    Kind("eagle", {2: 1.2}, 0.05, {2: 0.65}, Traits()),
 )
 
 
@@ -172,7 +172,9 @@ def main() -> None:
             ratios = {name: found[name] / base[name] for name in base}
             mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
             worst = min(ratios, key=ratios.__getitem__)
-            rows.append({"constant": constant, "value": label, "rate": round(mean, 4), "worst": round(ratios[worst], 3)})
+            rows.append(
+                {"constant": constant, "value": label, "rate": round(mean, 4), "worst": round(ratios[worst], 3)}
+            )
             rows[-1]["where"] = worst
             print(f"{constant:10} {label:8} {mean:7.4f}  worst {ratios[worst]:.3f} ({worst})", flush=True)
     record["ablation"] = rows
