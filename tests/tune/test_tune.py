@@ -154,8 +154,8 @@ def test_each_arm_of_auto_is_measured(
     assert set(profile["times"]) >= {"streams,copy+prompt_lookup", "medusa+prompt_lookup"}
     known = settle(target, both)
     assert known.origin == "tuned"
-    assert known.arms is not None
-    found = known.arms.yields()[1]
+    assert known.choice is not None
+    found = known.choice.yields()[1]
     best = max(found, key=lambda arm: found[arm].speedup)
     assert best == max(arms, key=profile["arms"].__getitem__)
     assert found[best].speedup == pytest.approx(profile["arms"][best] / profile["plain_tokens_per_second"], rel=0.01)
