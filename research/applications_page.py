@@ -10,9 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from anabranch.bench.calls import CALL_TITLES, call_cells
-from anabranch.bench.quality import percent, quartiles_cell
-from anabranch.bench.task_table import signed_cell
+from anabranch.bench.cells import CALL_TITLES, call_cells, percent, quartiles_cell, signed_percent
 from benchmark_tables import machine_line, table
 from generated import ROOT, write_or_check
 
@@ -68,7 +66,7 @@ def decoded(result: Result) -> list[str]:
             lines.append([*cells, one["error"]])
             continue
         for key in result["columns"]:
-            cells += [percent(one["quality"][key]), signed_cell(one["difference"][key])]
+            cells += [percent(one["quality"][key]), signed_percent(one["difference"][key])]
         length = one["mean_acceptance_length"]
         cells += [f"{one['equal_texts']}/{result['rows']}", "-" if length is None else f"{length:.2f}"]
         cells += call_cells(one)

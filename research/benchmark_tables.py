@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.calls import CALL_TITLES, call_cells
-from anabranch.bench.throughput import THROUGHPUT_TITLES, throughput_rows
+from anabranch.bench.cells import CALL_TITLES, call_cells
+from anabranch.bench.report import rows_table
+from anabranch.support.table import Table
 
 __all__ = [
     "added",
@@ -27,11 +28,8 @@ Result = Mapping[str, Any]
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:
-    """A Markdown table; the first ``left`` columns are aligned left, the others right."""
-    lines = ["| " + " | ".join(title.replace("\n", " ") for title in titles) + " |"]
-    lines.append("|" + "---|" * left + "---:|" * (len(titles) - left))
-    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return [*lines, ""]
+    """The lines of a Markdown table."""
+    return Table(titles, rows, left=left).markdown()
 
 
 def machine_line(result: Result) -> str:
@@ -378,7 +376,7 @@ def _throughput(result: Result) -> list[str]:
         f"{run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, {run['repeats']} repeats: "
         f"medians (lowest-highest). {_memory_line(result['machine'])}",
         "",
-        *table(THROUGHPUT_TITLES, throughput_rows(result["results"])),
+        *rows_table(result["results"]).markdown(),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a comparison of methods measures of each: acceptance, the cost of a step, speed, and exactness.
+"""Measurements of a comparison of methods: acceptance, the cost of a step, speed, and exactness.
 
 Acceptance is counted from real decoding: it is as cheap as a replay of recorded drafts, and its steps are timed too.
 """
@@ -6,21 +6,17 @@ Acceptance is counted from real decoding: it is as cheap as a replay of recorded
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from anabranch.bench.contenders import Contender
+from anabranch.bench.contenders import Contender, Ours, Prompts, Served
 from anabranch.bench.entries import PLAIN, Entry, open_entry
-from anabranch.bench.run import Encoded, gather, warm_up
-from anabranch.bench.run import rounds as prompt_rounds
-from anabranch.bench.summary import summarise
-from anabranch.bench.throughput import Batched, Ours, Prompts, Served
-from anabranch.bench.throughput import rounds as row_rounds
-from anabranch.bench.throughput import summarise as summarise_rows
+from anabranch.bench.run import Encoded, Load, one_by_one, rounds, warm_up
+from anabranch.bench.suites import SuitePrompt
+from anabranch.bench.summary import gather, summarise, summarise_rows
 from anabranch.certify import certify
-from anabranch.control.costs import Costs
-from anabranch.control.profiles import settle
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Spec, make_drafter, parse_spec
 from anabranch.sampling import SamplingParams
@@ -66,12 +62,12 @@ def one_row(
         )
         for name, entry in entries.items()
     }
-    _, errors = warm_up(opened, warm, max_new_tokens=max_new_tokens)
+    _, errors = warm_up(opened, one_by_one([(prompts[0][0], warm)]), max_new_tokens=max_new_tokens)
     usable = {name: contender for name, contender in opened.items() if name not in errors}
     done = list(
-        prompt_rounds(
+        rounds(
             usable,
-            prompts,
+            one_by_one(prompts),
             max_new_tokens=max_new_tokens,
             report=lambda now, total, what: report(f"prompt {now + 1}/{total}: {what}") if what else None,
         )
@@ -109,22 +105,16 @@ def step_costs(record: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str,
     return found if mine is None or plainly is None else found | {"relative_step": round(mine[1] / plainly[1], 4)}
 
 
-class _Forgetting(Ours):
-    """A drafter that is built anew for every run: one that learns from earlier texts does not know these prompts'."""
+class _Forgetting:
+    """A contender whose drafter is built anew for every call: one that learns from texts does not know the prompts."""
 
-    def __init__(self, loaded: Loaded, spec: Spec) -> None:
-        self._loaded, self._spec = loaded, spec
-        drafter = self._built()
-        costs: Costs | None = settle(loaded.target, loaded.adapters).costs if drafter.adaptive else None
-        super().__init__(loaded.target, drafter, SamplingParams(), costs)
-
-    def _built(self) -> Drafter:
-        return make_drafter(self._spec, self._loaded.target.decoder, *self._loaded.modules)
+    def __init__(self, ours: Ours, build: Callable[[], Drafter]) -> None:
+        self.ours, self.build = ours, build
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
         """As ``Ours.serve``, with a new drafter."""
-        self.drafter = self._built()
-        return super().serve(prompts, rows=rows, max_new_tokens=max_new_tokens)
+        self.ours.drafter = self.build()
+        return self.ours.serve(prompts, rows=rows, max_new_tokens=max_new_tokens)
 
 
 def several_rows(
@@ -137,20 +127,30 @@ def several_rows(
     repeats: int,
     report: Report = lambda what: None,
 ) -> Records:
-    """Greedy throughput of ``rows`` rows at a time, plainly and with each drafter in turn (``bench.throughput``)."""
-    batched: dict[str, Batched] = {PLAIN: _Forgetting(loaded, parse_spec(PLAIN))}
-    batched |= {name: _Forgetting(loaded, spec) for name, spec in specs.items()}
+    """Greedy throughput of ``rows`` rows at a time, plainly and with each drafter in turn (``bench load``)."""
+    capacity = max(map(len, prompts)) + max_new_tokens
+    contenders: dict[str, Contender] = {}
+    for name, spec in {PLAIN: parse_spec(PLAIN), **specs}.items():
+        ours = open_entry(
+            *(Entry(name, str(spec)), loaded),
+            sampling=SamplingParams(),
+            threads=torch.get_num_threads(),
+            capacity=capacity,
+        )
+        assert isinstance(ours, Ours)
+        build = partial(make_drafter, spec, loaded.target.decoder, *loaded.modules)
+        contenders[name] = _Forgetting(ours, build)
+    load = Load(tuple((SuitePrompt(str(place), "prompts", ""), ids) for place, ids in enumerate(prompts)), rows)
+    _, errors = warm_up(contenders, [load], max_new_tokens=max_new_tokens)
     done = list(
-        row_rounds(
-            batched,
-            prompts,
-            [rows],
+        rounds(
+            {name: contender for name, contender in contenders.items() if name not in errors},
+            [load] * repeats,
             max_new_tokens=max_new_tokens,
-            repeats=repeats,
             report=lambda now, total, what: report(f"round {now + 1}/{total}: {what}") if what else None,
         )
     )
-    records = summarise_rows(done, dict.fromkeys(batched, PLAIN))
+    records = summarise_rows(done, dict.fromkeys(contenders, PLAIN), errors=errors)
     return [record | {"spec": str(specs.get(record["name"], PLAIN))} for record in records]
 
 

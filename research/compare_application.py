@@ -3,7 +3,7 @@
     research/train_application sql DIR 1200 SQL
     python research/compare_application.py --task sql --data DIR --forms SQL --out benchmarks/application-sql-DATE.json
 
-Every tuned model in the folder FORMS decodes the rows by ``anabranch bench --task``, plainly and with its own drafter,
+Every tuned model in the folder FORMS decodes the rows by ``anabranch bench task``, plainly and with its own drafter,
 and the model that plain LoRA made also with every adapter that was trained for it and with a drafter that needs no
 training. Their results stay in FORMS/bench; run again, it measures what is missing (--force: everything). Options that
 are not known here, such as --prompt-template, are passed to ``anabranch bench``. Run nothing else at the same time.
@@ -101,7 +101,7 @@ def measure(run: Run, args: argparse.Namespace, path: Path) -> None:
     """One run of ``anabranch bench``. Raises InputError if it fails."""
     if path.is_file() and not args.force and json.loads(path.read_text(encoding="utf-8"))["complete"]:
         return
-    command = [sys.executable, "-m", "anabranch", "bench", "--task", args.task, *run.words]
+    command = [sys.executable, "-m", "anabranch", "bench", "task", args.task, *run.words]
     command += ["--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens), "--examples", "0"]
     command += args.further
     command += [] if args.data is None else ["--data", str(args.data)]

@@ -36,12 +36,12 @@ from rich.console import Console
 from torch import Tensor
 
 import anabranch
-from anabranch.bench.report import plain_table
 from anabranch.bench.summary import quartiles
 from anabranch.errors import AnabranchError, CapabilityError, FileError, InputError
 from anabranch.model.text import render_chat
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_rows
+from anabranch.support.table import Table
 
 Answers = list[dict[str, Any]]
 
@@ -225,15 +225,14 @@ ROWS = {
 
 
 def show(found: dict[str, Any]) -> None:
-    table = plain_table(f"{found['method']}, {found['questions']} questions")
-    for title in ("", "Spec-Bench", "ours, of the same run"):
-        table.add_column(title, justify="right" if title else "left")
-    for name, title in ROWS.items():
-        table.add_row(title, *(f"{found[side][name]:.3f}" for side in ("spec_bench", "ours")))
+    rows = [(title, *(f"{found[side][name]:.3f}" for side in ("spec_bench", "ours"))) for name, title in ROWS.items()]
+    table = Table(
+        ("", "Spec-Bench", "ours, of the same run"), rows, f"{found['method']}, {found['questions']} questions"
+    )
     mine = found["ours"]
     low, _, high = mine["speedup_quartiles"]
     console = Console(soft_wrap=True, highlight=False)
-    console.print(table)
+    console.print(table.terminal())
     console.print(
         f"ours: quartiles of the speedup {low:.2f}-{high:.2f}, of the totals {mine['speedup_total']:.2f}; the same "
         f"texts as plain decoding's for {mine['equal_texts']} of {found['questions']} questions"

@@ -114,6 +114,8 @@ def complaint(words: list[str]) -> str | None:
     command: Any = typer.main.get_command(app)
     left = iter(rest)
     for word in left:
+        if word.startswith("-") and word != "-" and (default := getattr(command, "default", None)):
+            command = command.get_command(None, default)
         if word.startswith("-") and word != "-":
             name, _, value = word.partition("=")
             option = next((p for p in command.params if name in (*p.opts, *p.secondary_opts)), None)

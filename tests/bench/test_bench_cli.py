@@ -15,7 +15,7 @@ import pytest
 
 from anabranch.analysis.simulate import simulate
 from anabranch.analysis.trace import read_trace
-from anabranch.bench.contenders import Ours, Run
+from anabranch.bench.contenders import Ours, Served
 from anabranch.bench.machine import measure_machine
 from anabranch.cli import main
 from anabranch.errors import InputError
@@ -69,16 +69,16 @@ def read(path: Path) -> dict[str, Any]:
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Ctrl-C, or another signal, at the n-th decoding of ours; the warm-up counts. Never again afterwards."""
-    decode = Ours.decode
+    serve = Ours.serve
     calls = {"left": 0, "signal": signal.SIGINT}
 
-    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Run:
+    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Served:
         calls["left"] -= 1
         if calls["left"] == 0:
             signal.raise_signal(calls["signal"])
-        return decode(self, *arguments, **options)
+        return serve(self, *arguments, **options)
 
-    monkeypatch.setattr(Ours, "decode", interrupted)
+    monkeypatch.setattr(Ours, "serve", interrupted)
 
     def at(call: int, number: int = signal.SIGINT) -> None:
         calls.update(left=call, signal=number)
@@ -239,28 +239,26 @@ def test_a_contender_that_cannot_be_had_is_an_error_and_the_others_go_on(bench: 
 
 
 def test_one_that_breaks_on_the_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Ours.decode
-    calls = {"b": 0}
+    serve, calls = Ours.serve, dict[Ours, int]()
 
-    def breaks(self: Ours, *arguments: Any, **options: Any) -> Run:
-        if self.name == "b":
-            calls["b"] += 1
-            if calls["b"] == 3:
-                raise RuntimeError("[it] broke")
-        return decode(self, *arguments, **options)
+    def breaks(self: Ours, *arguments: Any, **options: Any) -> Served:
+        calls[self] = calls.get(self, 0) + 1
+        if self is list(calls)[-1] and calls[self] == 3:
+            raise RuntimeError("[it] broke")
+        return serve(self, *arguments, **options)
 
-    monkeypatch.setattr(Ours, "decode", breaks)
+    monkeypatch.setattr(Ours, "serve", breaks)
     done = bench("--method", "none", "--method", "b=none")
     assert done.code == 0, done.err
     assert "b is not measured: RuntimeError: [it] broke" in done.err
     assert "RuntimeError: [it] broke" in done.out
-    monkeypatch.setattr(Ours, "decode", lambda self, *arguments, **options: 1 / 0 if calls.pop("x", 0) else _fail())
+    monkeypatch.setattr(Ours, "serve", _fail)
     nobody = bench("--method", "none")
     assert nobody.code == 1
     assert "no contender could be measured" in nobody.err
 
 
-def _fail() -> Run:
+def _fail(*arguments: Any, **options: Any) -> Served:
     raise RuntimeError("no luck")
 
 
@@ -521,7 +519,7 @@ def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None
     path.write_text("[]")
     assert "is not a JSON object" in bench("compare", path, path, bare=True).err
     path.write_text('{"model": "toy", "steps": [], "ratios": []}')
-    assert "is a result of --shape, which compare does not read" in bench("compare", path, path, bare=True).err
+    assert "is a result of 'bench shape', which compare does not read" in bench("compare", path, path, bare=True).err
 
 
 def test_a_chat_template_that_fails_is_one_sentence() -> None:

@@ -124,7 +124,7 @@ def test_a_peer_decodes_ids_and_keeps_its_own_clock(fake: Any, mode: str) -> Non
     for count in (1, 5):
         run = peer.decode([3, 4], max_new_tokens=count)
         assert run.token_ids == [3, 4, 3, 4, 3][:count]
-        assert (run.seconds, run.first_token_seconds) == (0.25, 0.125)
+        assert (run.seconds, run.arrivals[0]) == (0.25, (0.125, 1))
     assert peer.info["weights"] == "none"
     assert peer.info["load_seconds"] >= 0
     assert peer.info["threads"] == 1
@@ -287,16 +287,13 @@ def test_transformers_decodes_what_we_decode(toys: ToyFolders, name: str) -> Non
 
     target = load_target(str(toys.model), dtype="float32")
     prompt = target.tokenizer.encode("the river, the river, the")
-    ours = Ours("none", target, make_drafter("none", target.decoder), capacity=64, sampling=SamplingParams())
-    expected = ours.decode(prompt, max_new_tokens=16)
-    assert expected.first_token_seconds is not None
-    assert expected.prefill_seconds < expected.first_token_seconds <= expected.seconds
+    ours = Ours(target, make_drafter("none", target.decoder), capacity=64, sampling=SamplingParams())
+    (expected,) = ours.serve([prompt], rows=1, max_new_tokens=16).runs
     peer = _open(f"{name}:assistant={toys.model}" if name.endswith("assisted") else name, target)
     try:
-        run = peer.decode(prompt, max_new_tokens=16)
+        (run,) = peer.serve([prompt], rows=1, max_new_tokens=16).runs
         assert run.token_ids == expected.token_ids
-        assert run.first_token_seconds is not None
-        assert 0 < run.first_token_seconds <= run.seconds
+        assert 0 < run.arrivals[0][0] <= run.seconds
         assert peer.info["weights"] == "float32"
         assert set(peer.info["versions"]) == {"python", "transformers", "torch"}
         if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""``anabranch bench --task``: quality beside speed, examples, the page; on a toy model with rows written here."""
+"""``anabranch bench task``: quality beside speed, examples, the page; on a toy model with rows written here."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from anabranch.bench.application import Application
-from anabranch.bench.contenders import Ours, Run
+from anabranch.bench.contenders import Ours, Served
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.passes import Pass, passes_of
-from anabranch.bench.quality import add_quality, quality_block
-from anabranch.bench.run import Answer, ContenderAnswers
+from anabranch.bench.quality import add_quality, quality_table
+from anabranch.bench.run import Answer
+from anabranch.bench.summary import ContenderAnswers
 from anabranch.cli.options import Prompts
 from anabranch.decoding.engine import Step, Timings
 from anabranch.tasks import TaskRow, find_task
@@ -51,10 +52,10 @@ def bench(toys: ToyFolders, data: Path, anabranch: Anabranch, monkeypatch: pytes
     quick = partial(measure_machine, buffer_bytes=2**20, repeats=2)
     monkeypatch.setattr("anabranch.bench.session.measure_machine", quick)
     monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cpu": 64})
-    monkeypatch.setattr("sys.argv", ["anabranch", "bench", "--task", "sql"])
+    monkeypatch.setattr("sys.argv", ["anabranch", "bench", "task", "sql"])
     where = ["--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--raw", "--max-new-tokens", 8]
-    task = ["--task", "sql", "--data", data, "--prompt-template", "{question}"]
-    return lambda *arguments: anabranch("bench", *where, *task, *arguments)
+    task = ["task", "sql", "--data", data, "--prompt-template", "{question}"]
+    return lambda *arguments: anabranch("bench", *task, *where, *arguments)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -115,18 +116,18 @@ def test_quality_speed_and_examples_side_by_side(bench: Bench, tmp_path: Path) -
 
 
 def test_a_stopped_run_keeps_its_examples(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, left = Ours.decode, [5]
+    serve, left = Ours.serve, [5]
 
-    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Run:
+    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Served:
         left[0] -= 1
         if left[0] == 0:
             signal.raise_signal(signal.SIGINT)
-        return decode(self, *arguments, **options)
+        return serve(self, *arguments, **options)
 
     out, page = tmp_path / "result.json", tmp_path / "page.html"
     arguments = ("--methods", "none,streams", "--limit", 2, "--out", out, "--html", page)
     with monkeypatch.context() as patch:
-        patch.setattr(Ours, "decode", interrupted)
+        patch.setattr(Ours, "serve", interrupted)
         stopped = bench(*arguments)
     assert stopped.code == 130, stopped.err
     assert read(out)["prompts_done"] == 1
@@ -146,7 +147,7 @@ def test_a_task_of_a_file_is_one_command(bench: Bench, toys: ToyFolders, anabran
     path.write_text("".join(f'{{"ask": "say {n}", "tell": "it is {n}"}}\n' for n in range(3)), encoding="utf-8")
     words = ("--prompt-template", "{ask}", "--completion", "tell", "--split", "all", "--metric", "rouge")
     model = ("--model", toys.model, "--dtype", "float32", "--max-new-tokens", 4)
-    done = anabranch("bench", *model, "--task", path, *words, "--methods", "none", "--examples", 0, "--json")
+    done = anabranch("bench", "task", path, *model, *words, "--methods", "none", "--examples", 0, "--json")
     assert done.code == 0, done.err
     record = json.loads(done.out)["contenders"][0]
     assert set(record["quality"]) == {"rouge1", "rougeLsum"}
@@ -204,17 +205,13 @@ def test_results_of_several_targets_in_one_table(
             ["--data", "nowhere"],
             "there is no split test of the task sql in nowhere; expected nowhere/sql_create_context",
         ),
-        (["--task", "e2e"], "--task decodes one application at a time, got sql and e2e"),
         (["--prompt-template", "{query}"], "has no field 'query'; its fields are question, context, answer"),
         (["--completion", "reply"], "row 1 of"),
         (["--split", "half"], "the split must be one of train, validation, test and all, got 'half'"),
         (["--metric", "bleu"], "there is no metric 'bleu'"),
-        (["--field", "x"], "--field has no effect with --task"),
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--examples", "-1"], "--examples must be at least 0, got -1"),
         (["--methods", "none,fast"], "there is no drafter 'fast'"),
-        (["--rows", "2", "--html", "x.html"], "--html has no effect"),
-        (["--suite", "mt_bench"], "--prompt-template needs --task without --suite"),
     ],
 )
 def test_bad_input_is_one_sentence_before_anything_is_loaded(
@@ -236,11 +233,19 @@ def test_other_verbs_decode_the_prompts_of_a_task(tmp_path: Path) -> None:
     assert {prompt.task for prompt in asked} == {"mine"}
 
 
-def test_options_of_tasks_need_a_task(anabranch: Anabranch) -> None:
-    for option, value in (("--metric", "rouge"), ("--html", "x.html"), ("--completion", "x"), ("--split", "all")):
-        done = anabranch("bench", option, value)
-        assert done.code == 1
-        assert f"{option} needs --task" in done.err
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("run", "--task", "sql"), "measure the application 'sql' with 'bench task sql'"),
+        (("load", "--task", "sql", "--task", "e2e"), "decodes one application at a time, got sql and e2e"),
+        (("load", "--task", "sql", "--field", "x"), "--field has no effect with --task"),
+        (("run", "--suite", "mt_bench", "--completion", "x"), "--completion needs --task without --suite"),
+        (("--split", "all"), "--split needs --task"),
+    ],
+)
+def test_options_of_tasks_in_other_verbs(anabranch: Anabranch, arguments: tuple[str, ...], why: str) -> None:
+    done = anabranch("bench", *arguments)
+    assert (done.code, why in done.err) == (1, True), done.err
 
 
 def test_quality_is_that_of_every_contenders_own_texts() -> None:
@@ -260,9 +265,9 @@ def test_quality_is_that_of_every_contenders_own_texts() -> None:
     assert means == {"none": [0.5, 0.5], "same": [0.5, 0.5], "other": [0.0, 0.5]}
     assert [record.get("equal_texts") for record in records] == [2, 2, 1, None]
     result = {"run": {"application": application.described()}, "contenders": records, "prompts_done": 2}
-    _, titles, cells = quality_block(result)
-    assert titles[:4] == ["contender", "exact\nmatch", "same\nresults", "equal\ntexts"]
-    assert [row[1][:4] for row in cells] == ["50.0", "= 50", "0.0 "]
+    table = quality_table(result)
+    assert table.titles[:4] == ["contender", "exact\nmatch", "same\nresults", "equal\ntexts"]
+    assert [row[1][:4] for row in table.rows] == ["50.0", "= 50", "0.0 "]
 
 
 def test_a_pass_has_the_drafts_that_it_rejected() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from anabranch.bench.report import plain_table
 from anabranch.cli import app, help
 from anabranch.cli.layout import fact_lines, print_tables
 from anabranch.methods import TRAININGS, methods, training
+from anabranch.support.table import Table
 from verbs import Anabranch
 
 
@@ -111,11 +111,8 @@ def _cut(start: str, text: str, width: int) -> list[str]:
 
 
 def test_a_wide_table_is_shown_row_by_row() -> None:
-    table = plain_table("Rates")
-    for title in ("contender", "tokens/\nstep", "mean over\nprompts"):
-        table.add_column(title)
-    table.add_row("none", "1.00", "40.0")
-    table.add_row("streams:tree=best,nodes=8", "2.50", "80.0")
+    rows = [("none", "1.00", "40.0"), ("streams:tree=best,nodes=8", "2.50", "80.0")]
+    table = Table(("contender", "tokens/\nstep", "mean over\nprompts"), rows, "Rates", left=3)
     shown = {}
     for width in (40, 60):
         console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115

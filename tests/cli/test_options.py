@@ -72,10 +72,10 @@ def test_the_nearest_value_is_suggested(anabranch: Anabranch, words: tuple[str, 
     ("words", "said"),
     [
         (("--suite", "spec_bank"), "there is no suite or file 'spec_bank' (did you mean 'spec_bench'?)"),
-        (("--task", "dialogsun"), "(did you mean 'dialogsum'?)"),
+        (("task", "dialogsun"), "(did you mean 'dialogsum'?)"),
         (("--peer", "openvno"), "there is no peer 'openvno' (did you mean 'openvino'?)"),
-        (("--metric", "rogue", "--task", "sql"), "(did you mean 'rouge'?)"),
-        (("--shape", "7bb"), "(did you mean '7b'?)"),
+        (("task", "sql", "--metric", "rogue"), "(did you mean 'rouge'?)"),
+        (("shape", "7bb"), "(did you mean '7b'?)"),
     ],
 )
 def test_the_nearest_value_of_bench_is_suggested(anabranch: Anabranch, words: tuple[str, ...], said: str) -> None:

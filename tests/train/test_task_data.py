@@ -72,7 +72,7 @@ def test_a_task_is_trained_on_and_recorded(folder: Path) -> None:
         result = call("streams", *task, "--out", out, *SMALL, "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    own = ["--task", "dialogsum", "--data", str(folder), "--prompt-template", "{dialogue}"]
+    own = ["task", "dialogsum", "--data", str(folder), "--prompt-template", "{dialogue}"]
     own += ["--adapter", str(out), "--methods", "none,auto"]
     assert record["run"]["bench"] == shlex.join(["anabranch", "bench", *own])
     assert record["training"]["task"] == {

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from anabranch.bench.calls import CALL_KEYS, CALL_TITLES
+from anabranch.bench.cells import CALL_KEYS, CALL_TITLES, decimal, quartiles_cell
 from anabranch.bench.journal import FORMATS, Journal, beside
-from anabranch.bench.report import SCHEMA, plain_table
+from anabranch.bench.report import SCHEMA
 from anabranch.bench.summary import quartiles
 from anabranch.errors import FileError
 from anabranch.support.jsonfiles import is_number, read_json, shown
+from anabranch.support.table import Table
 
 __all__ = ["compare", "comparison_table", "read_result"]
 
+SIDE = ("tokens_per_second", "speedup_quartiles", "mean_acceptance_length", *CALL_KEYS)  # shown of each result
 SHOWN = 8  # maximum number of files listed in an error
 
 # fields that should be equal in a fair comparison, and the warning if they differ
@@ -46,7 +46,9 @@ def read_result(path: Path) -> dict[str, Any]:
     advice = "give a file that 'anabranch bench --out FILE' wrote"
     result = read_json(path, advice)
     if "schema" not in result and {"steps", "ratios"} <= set(result):
-        raise FileError(f"{path} is a result of --shape, which compare does not read; give results of bench on prompts")
+        raise FileError(
+            f"{path} is a result of 'bench shape', which compare does not read; give results of 'bench run'"
+        )
     if (schema := result.get("schema")) != SCHEMA:
         raise FileError(f"{path} has the result schema {shown(schema)}, and this version reads {SCHEMA}; measure again")
     if wrong := _malformed(result):
@@ -144,40 +146,26 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 def _side(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if record is None:
         return None
-    keys = ("error", "tokens_per_second", "speedup_quartiles", "mean_acceptance_length", *CALL_KEYS)
-    return {key: record[key] for key in keys if key in record}
+    return {key: record[key] for key in ("error", *SIDE) if key in record}
 
 
-def comparison_table(found: Mapping[str, Any]) -> Table:
-    """The comparison as a table for a terminal."""
-    table = plain_table()
-    table.add_column("contender")
-    titles = ("speedup", "tokens/\ntarget call", *CALL_TITLES)
-    pairs = [f"{side}\n{what}" for what in titles for side in "AB"]
-    for title in ("A\ntokens/s", "B\ntokens/s", "B / A\n(quartiles)", *pairs):
-        table.add_column(title, justify="right")
-    for record in found["contenders"]:
-        sides = (record["a"], record["b"])
+def comparison_table(compared: Mapping[str, Any]) -> Table:
+    """The table of ``compare``."""
+    rows = []
+    for record in compared["contenders"]:
         ratio = f"{record['ratio_total']:.2f} (totals)" if "ratio_total" in record else "-"
         if record.get("ratio_quartiles"):
-            low, middle, high = record["ratio_quartiles"]
-            ratio = f"{middle:.2f} ({low:.2f}-{high:.2f})"
-        table.add_row(
-            record["name"],
-            *(_cell(side, "tokens_per_second", ".1f") for side in sides),
-            ratio,
-            *(_cell(side, "speedup_quartiles", ".2f") for side in sides),
-            *(_cell(side, "mean_acceptance_length", ".2f") for side in sides),
-            *(_cell(side, key, ".2f") for key in CALL_KEYS for side in sides),
-        )
-    return table
+            ratio = quartiles_cell(record["ratio_quartiles"])
+        pairs = [_cell(record[side], key) for key in SIDE[1:] for side in "ab"]
+        rows.append([record["name"], *(_cell(record[side], SIDE[0], 1) for side in "ab"), ratio, *pairs])
+    titles = [f"{side}\n{what}" for what in ("speedup", "mean acceptance\nlength", *CALL_TITLES) for side in "AB"]
+    return Table(["contender", "A\ntokens/s", "B\ntokens/s", "B / A\n(quartiles)", *titles], rows)
 
 
-def _cell(side: Mapping[str, Any] | None, key: str, format_spec: str) -> str:
+def _cell(side: Mapping[str, Any] | None, key: str, digits: int = 2) -> str:
     if side is None:
         return "absent"
     if "error" in side:
         return "error"
     value = side.get(key)
-    value = value[1] if isinstance(value, list) else value
-    return "-" if value is None else format(value, format_spec)
+    return decimal(value[1] if isinstance(value, list) else value, digits)

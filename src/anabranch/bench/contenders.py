@@ -1,81 +1,149 @@
-"""Contenders: our drafters on our engine. Other engines are in ``peers``, each in its own process."""
+"""Contenders: our drafters on our scheduler. Other engines are in ``peers``, each in its own process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from anabranch.control.controller import Controller
-from anabranch.decoding.batch import CHUNK
-from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.engine import Request, Step
+from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.decoding.stats import Stats
 from anabranch.drafting.drafter import Drafter
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
-__all__ = ["Contender", "Ours", "Run"]
+__all__ = ["Contender", "Ours", "Prompts", "Run", "Served"]
+
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass
 class Run:
-    """The result of decoding a prompt: new token ids, seconds from the call to the last token, and our own steps.
+    """The result of decoding one prompt.
 
-    first_token_seconds  from the call to the first new token; None if a peer does not report it
+    seconds   from the submission to the last token
+    arrivals  seconds since the submission and number of tokens, for each arrival of tokens; empty if a peer does not
+              report them
+    steps     our own steps
     """
 
     token_ids: list[int]
     seconds: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     prefill_seconds: float = 0.0
-    steps: list[Step] = field(default_factory=list)
-    first_token_seconds: float | None = None
     prefill_tokens: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+    def add(self, seconds: float, step: Step) -> None:
+        """Add a step that was decoded ``seconds`` after the submission."""
+        self.token_ids += step.tokens
+        self.seconds = seconds
+        self.arrivals.append((seconds, len(step.tokens)))
+        self.steps.append(step)
+
+    @property
+    def stats(self) -> Stats | None:
+        """The statistics of our own steps."""
+        if not self.steps:
+            return None
+        stats = Stats.of(self.steps)
+        stats.seconds, stats.prefill_seconds = self.seconds, self.prefill_seconds
+        stats.prefill_tokens = self.prefill_tokens
+        return stats
+
+
+@dataclass(frozen=True)
+class Served:
+    """The runs in the order of the prompts, and seconds from the first submission to the last token."""
+
+    runs: list[Run]
+    seconds: float
 
 
 class Contender(Protocol):
-    """Something that decodes a prompt."""
+    """Something that decodes prompts, several at a time if asked to."""
 
-    name: str
-
-    def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
-        """Decode as configured, up to the end token or ``max_new_tokens``."""
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
+        """Decode all prompts as configured, ``rows`` at a time, up to the end token or ``max_new_tokens``."""
 
 
 class Ours:
-    """One drafter on an engine that is reused for all prompts.
+    """One drafter on the scheduler.
 
-    spec         its specification, "auto" resolved
-    controller  the controller of an adaptive drafter; None: the engine's own
-    rule         how drafts are verified
+    Every call has its own scheduler, so that calls do not reuse each other's prefixes. Its cache is allocated before
+    the clock starts, as that of a server is: the first write to some hundred MB takes 0.04 to 0.9 s. An adaptive
+    drafter keeps a controller for each number of rows.
+
+    capacity    tokens of the longest prompt and its completion
+    spec        the drafter's specification, "auto" resolved
+    controller  makes the controller of an adaptive drafter; None: the engine's own
+    rule        how drafts are verified
     """
 
     def __init__(
         self,
-        name: str,
         target: Target,
         drafter: Drafter,
         *,
         capacity: int,
         sampling: SamplingParams,
         spec: str = "",
-        controller: Controller | None = None,
+        controller: Callable[[], Controller] | None = None,
         rule: Rule = "match",
     ) -> None:
-        self.name, self.sampling, self.spec, self.rule = name, sampling, spec, rule
-        self.engine = Engine(target.decoder, drafter, capacity=capacity, controller=controller)
-        self.stop = frozenset(target.config.eos_token_ids)
+        self.target, self.drafter, self.capacity = target, drafter, capacity
+        self.sampling, self.spec, self.rule = sampling, spec, rule
+        self._make_controller = controller
+        self._controllers: dict[int, Controller] = {}
+        self._stop = frozenset(target.config.eos_token_ids)
 
-    def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
-        """Decode one prompt."""
-        request = Request(prompt_ids, max_new_tokens, self.sampling, self.stop, self.rule)
-        self.engine.rehearse(request)
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
+        """Keep ``rows`` prompts in progress until none is left."""
+        requests = [Request(ids, max_new_tokens, self.sampling, self._stop, self.rule) for ids in prompts]
+        scheduler = self._scheduler(requests, rows)
+        runs = [Run([], 0.0, prefill_tokens=len(ids) - 1) for ids in prompts]
+        waiting = iter(zip(requests, runs, strict=True))
+        in_progress: dict[Ticket, tuple[Run, float]] = {}
+
+        def submit() -> None:
+            if (upcoming := next(waiting, None)) is not None:
+                in_progress[scheduler.submit(upcoming[0], self.drafter)] = (upcoming[1], time.perf_counter())
+
         began = time.perf_counter()
-        self.engine.add(request, prefill=CHUNK)
-        steps = self.engine.step()
-        first = time.perf_counter()
-        prefilled = first - steps[0].timings.total
-        steps += self.engine.run()
-        done = time.perf_counter()
-        tokens = [token for step in steps for token in step.tokens]
-        return Run(tokens, done - began, prefilled - began, steps, first - began, len(prompt_ids) - 1)
+        for _ in range(rows):
+            submit()
+        while scheduler.busy:
+            steps = scheduler.tick()
+            now = time.perf_counter()
+            for ticket in in_progress:
+                if ticket.error is not None:
+                    raise ticket.error
+            for ticket, step in steps:
+                run, submitted = in_progress[ticket]
+                run.add(now - submitted, step)
+                if step.finish is not None:
+                    run.prefill_seconds = ticket.prefill_seconds
+                    del in_progress[ticket]
+                    submit()
+        return Served(runs, time.perf_counter() - began)
+
+    def _scheduler(self, requests: Sequence[Request], rows: int) -> Scheduler:
+        """A scheduler with its cache; passes over a single prompt are captured as graphs where a GPU does that."""
+        if self._make_controller is not None and rows not in self._controllers:
+            self._controllers[rows] = self._make_controller()
+        alone = len(requests) == 1
+        scheduler = Scheduler(
+            self.target.decoder,
+            rows=rows,
+            controller=self._controllers.get(rows),
+            prefix_bytes=0 if alone else None,  # what is rehearsed must not be reused
+        )
+        scheduler.reserve(self.drafter, self.capacity)
+        if alone:
+            assert scheduler.engine is not None
+            scheduler.engine.rehearse(requests[0])
+        return scheduler

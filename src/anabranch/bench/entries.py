@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 from anabranch.bench.contenders import Contender, Ours
@@ -156,14 +157,5 @@ def open_entry(
     controller = None
     if drafter.adaptive:
         known = settle(target, loaded.adapters)
-        controller = Controller(known.costs, ragged=target.decoder.ragged, choice=known.choice)
-    return Ours(
-        entry.name,
-        target,
-        drafter,
-        capacity=capacity,
-        sampling=sampling,
-        spec=str(spec),
-        controller=controller,
-        rule=rule,
-    )
+        controller = partial(Controller, known.costs, ragged=target.decoder.ragged, choice=known.choice)
+    return Ours(target, drafter, capacity=capacity, sampling=sampling, spec=str(spec), controller=controller, rule=rule)

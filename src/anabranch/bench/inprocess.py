@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 
 from anabranch.adapters.folder import LoadedAdapter
-from anabranch.bench.calls import CALL_KEYS
+from anabranch.bench.cells import CALL_KEYS
 from anabranch.bench.contenders import Contender
 from anabranch.bench.entries import PLAIN, Entry, open_entry, plain_of, read_entries
-from anabranch.bench.run import FAILURES, Encoded, describe, gather, rounds, warm_up
+from anabranch.bench.run import FAILURES, Encoded, describe, one_by_one, rounds, warm_up
 from anabranch.bench.suites import SuitePrompt
-from anabranch.bench.summary import summarise
-from anabranch.bench.verdict import TITLES, short_rows, short_table, verdict
+from anabranch.bench.summary import gather, summarise
+from anabranch.bench.verdict import short_table, verdict
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded
 from anabranch.model.load import Target
@@ -97,7 +97,7 @@ class BenchResult:
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, highlight=False, markup=False)
         console.print(f"{self.verdict}.\n")
-        console.print(short_table(self.records, WIDTH))
+        console.print(short_table(self.records, WIDTH).terminal())
         for measured in self.contenders:
             if measured.error:
                 console.print(f"{measured.name} is not measured: {measured.error}")
@@ -109,19 +109,10 @@ class BenchResult:
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        names = [title.replace("-\n", "").replace("\n", " ") for title in TITLES]
-        titles = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in short_rows(self.records)
-        )
         failed = "".join(
             f"<p>{html.escape(f'{one.name} is not measured: {one.error}')}</p>" for one in self.contenders if one.error
         )
-        return (
-            f"<p>{html.escape(self.verdict)}.</p><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
-            f"{failed}"
-        )
+        return f"<p>{html.escape(self.verdict)}.</p>{short_table(self.records).html()}{failed}"
 
 
 def bench(
@@ -166,10 +157,11 @@ def bench(
     entries = _entries(drafters)
     encoded = _encoded(model, prompts, max_new_tokens)
     contenders, errors = _opened(model, entries, encoded, sampling, rule, max_new_tokens)
-    _, failed = warm_up(contenders, encoded[0][1], max_new_tokens=max_new_tokens)
+    loads = one_by_one(encoded)
+    _, failed = warm_up(contenders, loads, max_new_tokens=max_new_tokens)
     errors |= failed
     ready = {name: contender for name, contender in contenders.items() if name not in failed}
-    done = list(rounds(ready, encoded, max_new_tokens=max_new_tokens, repeats=repeats, report=report))
+    done = list(rounds(ready, loads, max_new_tokens=max_new_tokens, repeats=repeats, report=report))
     found = gather([entry.name for entry in entries], done, errors)
     if all(one.error is not None for one in found):
         why = "; ".join(f"{one.name}: {one.error}" for one in found)

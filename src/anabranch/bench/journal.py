@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anabranch.bench.run import Answer, Round
+from anabranch.bench.run import Answer, Outcome, Round
 from anabranch.errors import FileError, InputError
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, parse_json, read_json, read_text
@@ -95,12 +95,9 @@ class Journal:
         return Journal(path, header, rounds)
 
     def add(self, one: Round) -> None:
-        """Append a round; it is on disk when this returns."""
-        record = {
-            "prompt": one.index,
-            "answers": {name: [answer.to_dict() for answer in many] for name, many in one.answers.items()},
-            "errors": one.errors,
-        }
+        """Append a round of one prompt; it is on disk when this returns."""
+        answers = {name: [each.answers[0].to_dict() for each in many] for name, many in one.outcomes.items()}
+        record = {"prompt": one.index, "answers": answers, "errors": one.errors}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -114,10 +111,11 @@ class Journal:
 
 def _round(record: Any) -> Round:
     """Parse a round written by ``Journal.add``. Raises AttributeError, KeyError, TypeError or ValueError for others."""
-    answers = {str(name): [Answer.from_dict(one) for one in many] for name, many in dict(record["answers"]).items()}
+    answers = {str(name): list(map(Answer.from_dict, many)) for name, many in dict(record["answers"]).items()}
+    outcomes = {name: [Outcome((one,), one.seconds) for one in many] for name, many in answers.items()}
     if not is_whole(record["prompt"], 0) or not all(isinstance(why, str) for why in dict(record["errors"]).values()):
         raise TypeError("prompt or errors")
-    return Round(record["prompt"], answers, dict(record["errors"]))
+    return Round(record["prompt"], 1, outcomes, dict(record["errors"]))
 
 
 def _is_complete(result: Path) -> bool:

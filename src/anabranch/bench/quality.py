@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench.application import Application
-from anabranch.bench.calls import CALL_TITLES, call_cells
-from anabranch.bench.run import ContenderAnswers
+from anabranch.bench.cells import CALL_TITLES, call_cells, decimal, percent, quartiles_cell
+from anabranch.bench.summary import ContenderAnswers
 from anabranch.loading import Loaded
 from anabranch.methods import Spec, resolve_spec
 from anabranch.methods.spec import module_of
+from anabranch.support.table import Table
 from anabranch.tasks import METRICS, spread
 
-__all__ = ["add_quality", "columns_of", "extra_parameters", "percent", "quality_block", "quartiles_cell"]
+__all__ = ["COSTS", "add_quality", "columns_of", "cost_cells", "extra_parameters", "quality_table"]
 
+COSTS = ("speedup\n(quartiles)", "ms per\nsample", "mean acceptance\nlength", *CALL_TITLES, "extra\nparameters")
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -25,7 +27,7 @@ def columns_of(metrics: Sequence[str]) -> dict[str, str]:
 
 def add_quality(
     records: Sequence[dict[str, Any]],
-    found: Sequence[ContenderAnswers],
+    gathered: Sequence[ContenderAnswers],
     application: Application,
     decode: Decode,
     *,
@@ -39,7 +41,8 @@ def add_quality(
     decode  turns token ids into text
     """
     scores = _Scores(application)
-    texts = {one.name: [decode(answers[0].token_ids) for answers in one.answers] for one in found if one.error is None}
+    measured = [one for one in gathered if one.error is None]
+    texts = {one.name: [decode(answers[0].token_ids) for answers in one.answers] for one in measured}
     for record in records:
         mine = texts.get(record["name"])
         if mine is None:
@@ -79,12 +82,10 @@ def extra_parameters(spec: str, loaded: Loaded) -> int:
     return sum(adapter.module.num_parameters() for adapter in loaded.adapters if id(adapter.module) in used)
 
 
-def quality_block(result: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
-    """(caption, column titles, rows) of the table; texts that all equal plain decoding's have "=" for a score."""
+def quality_table(result: Mapping[str, Any]) -> Table:
+    """The table of a task; texts that all equal plain decoding's have "=" for a score."""
     task = result["run"]["application"]
     columns = columns_of(task["metrics"])
-    titles = ["contender", *(title.replace(" ", "\n") for title in columns.values()), "equal\ntexts"]
-    titles += ["speedup\n(quartiles)", "ms per\nsample", "tokens/\ntarget call", *CALL_TITLES, "extra\nparameters"]
     rows = []
     for record in result["contenders"]:
         if "quality" not in record:
@@ -92,34 +93,21 @@ def quality_block(result: Mapping[str, Any]) -> tuple[str, list[str], list[list[
         every = record.get("equal_texts") == record["prompts"] and record["spec"] != "none"
         cells = [("= " if every else "") + percent(record["quality"][key]) for key in columns]
         equal = f"{record['equal_texts']}/{record['prompts']}" if "equal_texts" in record else "-"
-        length, extra = record.get("mean_acceptance_length"), record.get("extra_parameters")
-        rows.append(
-            [
-                *(record["name"], *cells, equal, quartiles_cell(record.get("speedup_quartiles"))),
-                quartiles_cell(record.get("sample_ms_quartiles"), 0),
-                "-" if length is None else f"{length:.2f}",
-                *call_cells(record),
-                "-" if extra is None else f"{extra:,}",
-            ]
-        )
+        rows.append([record["name"], *cells, equal, *cost_cells(record)])
     caption = (
         f"Quality in % (95 % interval) of {task['name']}, {result['prompts_done']} of {task['of']} rows of the split "
         f"{task['split']}; =: all texts are plain decoding's"
     )
-    return caption, titles, rows
+    titles = ["contender", *(title.replace(" ", "\n") for title in columns.values()), "equal\ntexts", *COSTS]
+    return Table(titles, rows, caption)
 
 
-def percent(part: Mapping[str, Any]) -> str:
-    """A mean with its interval, in %; "-" if nothing was scored."""
-    if part["mean"] is None:
-        return "-"
-    mean, low, high = (f"{100 * part[name]:.1f}" for name in ("mean", "low", "high"))
-    return f"{mean} ({low}-{high})"
-
-
-def quartiles_cell(values: Sequence[float] | None, digits: int = 2) -> str:
-    """The median with the quartiles; "-" if there are none."""
-    if values is None:
-        return "-"
-    low, middle, high = (f"{value:.{digits}f}" for value in values)
-    return f"{middle} ({low}-{high})"
+def cost_cells(record: Mapping[str, Any]) -> list[str]:
+    """The cells of ``COSTS``."""
+    return [
+        quartiles_cell(record.get("speedup_quartiles")),
+        quartiles_cell(record.get("sample_ms_quartiles"), 0),
+        decimal(record.get("mean_acceptance_length")),
+        *call_cells(record),
+        decimal(record.get("extra_parameters"), 0),
+    ]

@@ -1,42 +1,25 @@
-"""Reports: the environment of a run, and its result as terminal tables, as a Markdown page and as CSV."""
+"""Reports: the environment of a run, and its result as tables, as a Markdown page and as a sheet."""
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import platform
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from anabranch.bench.calls import CALL_KEYS, CALL_TITLES, call_cells
-from anabranch.bench.quality import columns_of, quality_block
+from anabranch.bench.cells import CALL_KEYS, CALL_TITLES, call_cells, decimal, quartiles_cell
+from anabranch.bench.quality import columns_of, quality_table
 from anabranch.native.library import library
 from anabranch.support.processor import processor_flags, processor_name
+from anabranch.support.table import Table
 
-__all__ = [
-    "DETAILS",
-    "SCHEMA",
-    "blocks",
-    "environment",
-    "heading",
-    "markdown",
-    "plain_table",
-    "sheet",
-    "tables",
-    "wide_console",
-]
+__all__ = ["DETAILS", "SCHEMA", "environment", "heading", "markdown", "rows_table", "sheet", "tables_of"]
 
 SCHEMA = 2  # docs/metrics.md, "The result file"
 PACKAGE = Path(__file__).parents[1]
@@ -96,21 +79,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
-    """The median, followed by the quartiles."""
-    if values is None:
-        return "-"
-    low, middle, high = (f"{value:.{digits}f}" for value in values)
-    return f"{middle} ({low}-{high})"
-
-
 def _digits(machine: Mapping[str, Any]) -> int:
     """Decimals of the matrix rate, which is very low on processors without bf16 instructions."""
     return 2 if min(machine["matrix_tflop_s"]) >= 0.1 else 4
+
+
+def _median(values: Sequence[float] | None, digits: int = 1) -> str:
+    return "-" if values is None else decimal(values[1], digits)
 
 
 def _share(value: float | None) -> str:
@@ -120,7 +95,8 @@ def _share(value: float | None) -> str:
 def _physics(machine: Mapping[str, Any]) -> str:
     """The machine's rates before the run and, if it was complete, after it."""
     rates = [
-        f"{_spread(part['read_gb_s'], 1)} GB/s and computes {_spread(part['matrix_tflop_s'], _digits(part))} TFLOP/s"
+        f"{quartiles_cell(part['read_gb_s'], 1)} GB/s and computes "
+        f"{quartiles_cell(part['matrix_tflop_s'], _digits(part))} TFLOP/s"
         for part in (machine, machine.get("after"))
         if part is not None
     ]
@@ -165,10 +141,6 @@ def heading(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _middle(values: Sequence[float] | None) -> float | None:
-    return None if values is None else values[1]
-
-
 def _fact(key: str, value: Any) -> str:
     """A fact reported by a peer, as text."""
     if key.endswith("_bytes") and isinstance(value, (int, float)):
@@ -178,106 +150,88 @@ def _fact(key: str, value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _call(place: int, record: Mapping[str, Any]) -> str:
-    return call_cells(record)[place]
-
-
-# column titles and cell formats of the two main tables
+# column titles and cells of the two main tables
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 SPEED: tuple[Column, ...] = (
-    ("tokens/s", lambda r: _number(r["tokens_per_second"])),
-    ("mean over\nprompts", lambda r: _number(r["tokens_per_second_mean"])),
-    ("speedup\n(quartiles)", lambda r: _spread(r.get("speedup_quartiles"))),
-    ("first\nms", lambda r: _number(_middle(r["first_token_ms_quartiles"]))),
-    ("ms/token", lambda r: _number(_middle(r["token_ms_quartiles"]))),
+    ("tokens/s", lambda r: decimal(r["tokens_per_second"], 1)),
+    ("mean over\nprompts", lambda r: decimal(r["tokens_per_second_mean"], 1)),
+    ("speedup\n(quartiles)", lambda r: quartiles_cell(r.get("speedup_quartiles"))),
+    ("first\nms", lambda r: _median(r["first_token_ms_quartiles"])),
+    ("ms/token", lambda r: _median(r["token_ms_quartiles"])),
     ("floor/\ntoken", lambda r: _share(r.get("floor_share"))),
     ("equal", lambda r: f"{r['equal_outputs']}/{r['prompts']}" if "equal_outputs" in r else "-"),
-    ("common\nprefix", lambda r: _number(r.get("common_prefix_median"), 0)),
+    ("common\nprefix", lambda r: decimal(r.get("common_prefix_median"), 0)),
 )
 STEPS: tuple[Column, ...] = (
-    ("tokens/\ntarget call", lambda r: _number(r["mean_acceptance_length"], 2)),
-    *((title, partial(_call, place)) for place, title in enumerate(CALL_TITLES)),
-    ("draft\nnodes", lambda r: _number(r["draft_nodes_per_step"])),
+    ("mean acceptance\nlength", lambda r: decimal(r["mean_acceptance_length"])),
+    *((title, lambda r, place=place: call_cells(r)[place]) for place, title in enumerate(CALL_TITLES)),
+    ("draft\nnodes", lambda r: decimal(r["draft_nodes_per_step"], 1)),
     ("acceptance\nby depth", lambda r: " ".join(f"{share:.2f}" for share in r["acceptance_by_depth"][:4]) or "-"),
-    ("ms/step", lambda r: _number(_middle(r["step_ms_quartiles"]))),
+    ("ms/step", lambda r: _median(r["step_ms_quartiles"])),
     ("floor/\nstep", lambda r: _share(r.get("floor_share_step"))),
-    ("draft\nms", lambda r: _number(r["step_ms_by_part"]["draft"])),
-    ("forward\nms", lambda r: _number(r["step_ms_by_part"]["forward"])),
-    ("verify\nms", lambda r: _number(r["step_ms_by_part"]["verify"])),
-    ("commit\nms", lambda r: _number(r["step_ms_by_part"]["commit"])),
-    ("prepare\nms", lambda r: _number(r["step_ms_by_part"].get("prepare"))),
+    *(
+        (f"{part}\nms", lambda r, part=part: decimal(r["step_ms_by_part"].get(part), 1))
+        for part in ("draft", "forward", "verify", "commit", "prepare")
+    ),
 )
-
-
+ROWS = (
+    *("contender", "rows", "tokens/s\n(range)", "ratio to\nplain", "TTFT ms\nmedian / p95", "ITL ms\nmedian / p95"),
+    *("mean acceptance\nlength", *CALL_TITLES, "draft\nnodes", "equal"),
+)
 # captions of the tables with more columns than ``verdict.short_table``
 DETAILS = ("Speed, compared with our plain decoding of the same prompts", "Statistics of speculation")
 
 
-def blocks(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(caption, column titles, rows) of every table; titles may contain line breaks."""
+def tables_of(result: Mapping[str, Any]) -> list[Table]:
+    """The tables of a result, without empty ones."""
     good = [record for record in result["contenders"] if "error" not in record]
     ours = [record for record in good if "steps" in record]
-    found = [quality_block(result)] if "application" in result["run"] else []
-    for caption, columns, records in (
-        (DETAILS[0], SPEED, good),
-        (DETAILS[1], STEPS, ours),
-    ):
+    tables = [quality_table(result)] if "application" in result["run"] else []
+    for caption, columns, records in ((DETAILS[0], SPEED, good), (DETAILS[1], STEPS, ours)):
         rows = [[record["name"], *(cell(record) for _, cell in columns)] for record in records]
-        found.append((caption, ["contender", *(title for title, _ in columns)], rows))
-    if ours and (others := [record for record in good if record.get("kind") == "peer"]):
-        rates = [other["tokens_per_second"] for other in others]
-        rows = [[r["name"], *(_number(r["tokens_per_second"] / rate, 2) for rate in rates)] for r in ours]
-        found.append(("Tokens/s relative to peers", ["contender", *(other["name"] for other in others)], rows))
-    if good and len(good[0]["by_task"]) > 1:
-        tasks = list(good[0]["by_task"])
-        rows = []
-        for record in good:
-            cells = [record["by_task"][task] for task in tasks]
-            middles = [_middle(c.get("speedup_quartiles")) for c in cells]
-            lengths = [c.get("mean_acceptance_length") for c in cells]
-            rows.append(
-                [record["name"], *(f"{_number(a, 2)} / {_number(b, 2)}" for a, b in zip(middles, lengths, strict=True))]
-            )
-        titles = [task.replace("_", "\n") for task in tasks]
-        found.append(("By task: median speedup / tokens per target call", ["contender", *titles], rows))
+        tables.append(Table(["contender", *(title for title, _ in columns)], rows, caption))
+    if ours and (peers := [record for record in good if record.get("kind") == "peer"]):
+        rates = [peer["tokens_per_second"] for peer in peers]
+        rows = [[r["name"], *(decimal(r["tokens_per_second"] / rate) for rate in rates)] for r in ours]
+        tables.append(Table(["contender", *(peer["name"] for peer in peers)], rows, "Tokens/s relative to peers"))
+    if good and len(tasks := list(good[0]["by_task"])) > 1:
+        rows = [[record["name"], *(_of_task(record["by_task"][task]) for task in tasks)] for record in good]
+        titles = ["contender", *(task.replace("_", "\n") for task in tasks)]
+        tables.append(Table(titles, rows, "By task: median speedup / mean acceptance length"))
     failed = [[record["name"], record["error"]] for record in result["contenders"] if "error" in record]
-    if failed:
-        found.append(("Not measured", ["contender", "error"], failed))
-    return [block for block in found if block[2]]
+    tables.append(Table(["contender", "error"], failed, "Not measured", left=2))
+    return [table for table in tables if table.rows]
 
 
-def plain_table(caption: str | None = None) -> Table:
-    """An empty table in the style of results."""
-    return Table(
-        title=caption,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+def _of_task(record: Mapping[str, Any]) -> str:
+    return f"{_median(record.get('speedup_quartiles'), 2)} / {decimal(record.get('mean_acceptance_length'))}"
 
 
-def wide_console(shown: Sequence[Table]) -> Console:
-    """A console on stdout as wide as the tables, so that narrow terminals wrap lines instead of truncating digits."""
-    console = Console(highlight=False, markup=False)
-    needed = [Console(width=500).measure(table).maximum for table in shown]
-    return Console(highlight=False, markup=False, width=max([console.width, *needed]))
+def rows_table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """The table of a result by number of rows (``summary.summarise_rows``)."""
+    rows = []
+    for record in records:
+        if "error" in record:
+            rows.append([record["name"], "-", f"failed: {record['error']}", *["-"] * (len(ROWS) - 3)])
+            continue
+        low, middle, high = record["tokens_per_second"]
+        rows.append(
+            [
+                *(record["name"], record["rows"], f"{middle:.1f} ({low:.1f}-{high:.1f})"),
+                quartiles_cell(record.get("ratio")),
+                _both(record["first_token_ms"]),
+                _both(record["token_ms"]),
+                decimal(record.get("mean_acceptance_length")),
+                *call_cells(record),
+                decimal(record.get("draft_nodes_per_step"), 1),
+                f"{record['equal_outputs']}/{record['prompts']}" if "equal_outputs" in record else "-",
+            ]
+        )
+    return Table(ROWS, rows)
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """The result for a terminal."""
-    found = []
-    for caption, titles, rows in blocks(result):
-        table = plain_table(f"\n{caption}")
-        for place, column in enumerate(titles):
-            words = place == 0 or column == "error"
-            table.add_column(column, justify="left" if words else "right", max_width=100 if column == "error" else None)
-        for row in rows:
-            table.add_row(*map(Text, row))  # Text, so that brackets in errors are not markup
-        found.append(table)
-    return found
+def _both(milliseconds: Mapping[str, float] | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds['median']:.1f} / {milliseconds['p95']:.1f}"
 
 
 def markdown(result: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
@@ -289,12 +243,8 @@ def markdown(result: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
         lines += [f"**Stopped after {result['prompts_done']} of {run['prompts']} prompts.**", ""]
     for sentence in heading(result):
         lines += [sentence, ""]
-    for caption, titles, rows in blocks(result):
-        left = 2 if titles[-1] == "error" else 1
-        lines += [f"{caption}:", "", "| " + " | ".join(titles).replace("\n", " ") + " |"]
-        lines += ["|" + "---|" * left + "---:|" * (len(titles) - left)]
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        lines.append("")
+    for table in tables_of(result):
+        lines += [f"{table.caption}:", "", *table.markdown()]
     for name in figures:
         lines += [f"![{name}]({name})", ""]
     lines.append("Every number is defined in docs/metrics.md of anabranch.")
@@ -318,23 +268,21 @@ ENDS = ("mean", "low", "high")
 SPREADS = ("speedup", "tokens_per_second", "first_token_ms", "token_ms", "step_ms")
 
 
-def sheet(result: Mapping[str, Any]) -> str:
-    """The result as CSV: for each contender one line for all prompts (task "all") and one per task."""
+def sheet(result: Mapping[str, Any]) -> Table:
+    """The result as a sheet: for each contender one line for all prompts (task "all") and one per task."""
     spreads = [f"{name}_{end}" for name in SPREADS for end in ("q1", "median", "q3")]
     application = result["run"].get("application")
     scores = [(key, end) for key in (columns_of(application["metrics"]) if application else ()) for end in ENDS]
-    extras = [f"{key}_{end}" for key, end in scores] + (["equal_texts", "extra_parameters"] if application else [])
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["contender", "spec", "task", "prompts", *SHEET, *spreads, *extras, "error"])
+    extras = ["equal_texts", "extra_parameters"] if application else []
+    rows = []
     for record in result["contenders"]:
-        parts = [("all", record), *record.get("by_task", {}).items()]
-        for task, part in parts:
+        for task, part in [("all", record), *record.get("by_task", {}).items()]:
             numbers = [part.get(name, "") for name in SHEET]
             for name in SPREADS:
                 numbers += part.get(f"{name}_quartiles") or [""] * 3
             numbers += [part.get("quality", {}).get(key, {}).get(end, "") for key, end in scores]
-            numbers += [part.get(name, "") for name in extras[len(scores) :]]
-            row = [record["name"], record["spec"], task, part.get("prompts", ""), *numbers, record.get("error", "")]
-            writer.writerow(row)
-    return text.getvalue()
+            numbers += [part.get(name, "") for name in extras]
+            named = (record["name"], record["spec"], task, part.get("prompts", ""))
+            rows.append([*named, *numbers, record.get("error", "")])
+    scored = [f"{key}_{end}" for key, end in scores]
+    return Table(["contender", "spec", "task", "prompts", *SHEET, *spreads, *scored, *extras, "error"], rows)

@@ -1,8 +1,13 @@
-"""Alternating measurement: all contenders decode a prompt, in rotating order, before the next prompt.
+"""Alternating measurement: all contenders serve a load, in rotating order, before the next load.
 
-The compared figure is the ratio to plain decoding of the same prompt, measured within minutes, so that drift of the
-machine affects all contenders alike. Nothing is timed before every contender has decoded a warm-up prompt. A round is
-one prompt; an interrupted round is dropped, so that all contenders have the same prompts.
+A load is one prompt, or many prompts of which several are decoded at a time. The compared figure is the ratio to plain
+decoding of the same load, measured within minutes, so that drift of the machine affects all contenders alike. Nothing
+is timed before every contender has decoded a few warm-up tokens. A round is one load; an interrupted round is dropped,
+so that all contenders have the same loads.
+
+Several prompts at a time are a closed loop: each of N clients waits for its answer before it submits its next prompt,
+so N rows are busy until the prompts run out. Peers with static batches (transformers) decode N prompts that start and
+end together.
 """
 
 from __future__ import annotations
@@ -12,13 +17,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.bench.contenders import Contender, Run
+from anabranch.bench.contenders import Contender, Run, Served
 from anabranch.bench.passes import Pass, passes_of
 from anabranch.bench.suites import SuitePrompt
 from anabranch.decoding.stats import Stats
 from anabranch.errors import AnabranchError
 
-__all__ = ["FAILURES", "Answer", "ContenderAnswers", "Round", "describe", "gather", "rounds", "warm_up"]
+__all__ = [
+    "FAILURES",
+    "Answer",
+    "Encoded",
+    "Load",
+    "Outcome",
+    "Round",
+    "describe",
+    "one_by_one",
+    "rounds",
+    "warm_up",
+]
 
 # failures of a contender, which is reported as failed and excluded from timings; the others continue
 FAILURES = (AnabranchError, RuntimeError, ValueError, OSError, MemoryError)
@@ -30,31 +46,46 @@ Take = Callable[[str, Run], None]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The stored result of one run: new token ids, seconds, and statistics of our own steps.
+class Load:
+    """Prompts that every contender decodes, ``rows`` at a time, before the next load."""
 
-    first_token_seconds  from the call to the first token; None if the contender does not report it
-    first_tokens         number of tokens that arrived first; more than 1 if the first step accepted a draft
-    passes               our own forward passes one by one, if this is an example to show
+    prompts: tuple[Encoded, ...]
+    rows: int = 1
+
+    @property
+    def ids(self) -> list[Sequence[int]]:
+        """The token ids of the prompts."""
+        return [ids for _, ids in self.prompts]
+
+    def __str__(self) -> str:
+        if len(self.prompts) == 1:
+            return f"on {self.prompts[0][0].task}"
+        return f"with {self.rows} row{'s' if self.rows > 1 else ''}"
+
+
+def one_by_one(prompts: Sequence[Encoded]) -> list[Load]:
+    """A load for each prompt."""
+    return [Load((prompt,)) for prompt in prompts]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The stored result of decoding one prompt: a ``Run`` whose steps are counted.
+
+    passes  our own forward passes one by one, if this is an example to show
     """
 
     token_ids: list[int]
     seconds: float
-    first_token_seconds: float | None = None
-    first_tokens: int = 1
+    arrivals: tuple[tuple[float, int], ...] = ()
     stats: Stats | None = None
     passes: tuple[Pass, ...] = ()
 
     @staticmethod
     def of(run: Run, *, shown: bool = False) -> Answer:
         """Count the steps of a run, and keep what each did if it will be ``shown``."""
-        stats = Stats.of(run.steps) if run.steps else None
-        if stats is not None:
-            stats.seconds, stats.prefill_seconds = run.seconds, run.prefill_seconds
-            stats.prefill_tokens = run.prefill_tokens
-        first = len(run.steps[0].tokens) if run.steps else 1
         passes = tuple(passes_of(run.steps)) if shown else ()
-        return Answer(list(run.token_ids), run.seconds, run.first_token_seconds, first, stats, passes)
+        return Answer(list(run.token_ids), run.seconds, tuple(run.arrivals), run.stats, passes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,29 +93,34 @@ class Answer:
         return len(self.token_ids) / self.seconds
 
     @property
+    def first_token_seconds(self) -> float | None:
+        """The time to the first token (TTFT); None if the contender does not report it."""
+        return self.arrivals[0][0] if self.arrivals else None
+
+    @property
     def token_seconds(self) -> float | None:
         """Seconds per output token after the first ones (TPOT); None if unknown or if nothing followed."""
-        rest = len(self.token_ids) - self.first_tokens
-        if self.first_token_seconds is None or rest < 1:
+        if not self.arrivals or (rest := len(self.token_ids) - self.arrivals[0][1]) < 1:
             return None
-        return (self.seconds - self.first_token_seconds) / rest
+        return (self.seconds - self.arrivals[0][0]) / rest
+
+    @property
+    def latencies(self) -> list[float]:
+        """The latency of every token after the first arrival (ITL): tokens that arrive together share the time."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return [(now - before) / tokens for (before, _), (now, tokens) in pairs for _ in range(tokens)]
 
     @property
     def step_seconds(self) -> float | None:
         """Seconds per step after the first; None for peers, whose steps are not reported."""
-        if self.stats is None or self.first_token_seconds is None or self.stats.steps < 2:
+        if self.stats is None or not self.arrivals or self.stats.steps < 2:
             return None
-        return (self.seconds - self.first_token_seconds) / (self.stats.steps - 1)
+        return (self.seconds - self.arrivals[0][0]) / (self.stats.steps - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, for the journal."""
-        record: dict[str, Any] = {
-            "token_ids": self.token_ids,
-            "seconds": self.seconds,
-            "first_token_seconds": self.first_token_seconds,
-            "first_tokens": self.first_tokens,
-            "stats": None if self.stats is None else self.stats.to_dict(),
-        }
+        record: dict[str, Any] = {"token_ids": self.token_ids, "seconds": self.seconds, "arrivals": self.arrivals}
+        record["stats"] = None if self.stats is None else self.stats.to_dict()
         return record | {"passes": [one.to_list() for one in self.passes]} if self.passes else record
 
     @staticmethod
@@ -92,31 +128,45 @@ class Answer:
         """The inverse of ``to_dict``."""
         stats = record["stats"]
         return Answer(
-            record["token_ids"],
+            list(record["token_ids"]),
             record["seconds"],
-            record["first_token_seconds"],
-            record["first_tokens"],
+            tuple((seconds, tokens) for seconds, tokens in record["arrivals"]),
             None if stats is None else Stats.from_dict(stats),
             tuple(map(Pass.from_list, record.get("passes", ()))),
         )
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """A contender's answers to a load, in the order of its prompts, and the seconds that all of them took."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    @staticmethod
+    def of(served: Served, *, shown: bool = False) -> Outcome:
+        """Count the steps of what was served."""
+        return Outcome(tuple(Answer.of(run, shown=shown) for run in served.runs), served.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all prompts divided by seconds."""
+        return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The new tokens of each prompt."""
+        return [answer.token_ids for answer in self.answers]
+
+
+@dataclass(frozen=True)
 class Round:
-    """One prompt decoded by all contenders: their answers, one per repeat, and the errors of those that failed."""
+    """One load served by all contenders: their outcomes, one per repeat, and the errors of those that failed."""
 
     index: int
-    answers: dict[str, list[Answer]]
+    rows: int = 1
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class ContenderAnswers:
-    """All answers of one contender, by prompt; with an ``error`` none of them is reported."""
-
-    name: str
-    answers: list[list[Answer]] = field(default_factory=list)
-    error: str | None = None
 
 
 def describe(error: BaseException) -> str:
@@ -126,15 +176,18 @@ def describe(error: BaseException) -> str:
 
 
 def warm_up(
-    contenders: Mapping[str, Contender], ids: Sequence[int], *, max_new_tokens: int
+    contenders: Mapping[str, Contender], loads: Sequence[Load], *, max_new_tokens: int
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Let every contender decode a few tokens; returns seconds and errors by name."""
+    """Let every contender decode a few tokens at each number of rows; returns seconds and errors by name."""
+    first = {load.rows: load for load in reversed(loads)}
     seconds: dict[str, float] = {}
     errors: dict[str, str] = {}
     for name, contender in contenders.items():
         began = time.perf_counter()
         try:
-            contender.decode(ids, max_new_tokens=min(WARM_UP_TOKENS, max_new_tokens))
+            for rows in sorted(first):
+                few = min(WARM_UP_TOKENS, max_new_tokens)
+                contender.serve(first[rows].ids[:rows], rows=rows, max_new_tokens=few)
         except FAILURES as error:
             errors[name] = describe(error)
         seconds[name] = time.perf_counter() - began
@@ -143,7 +196,7 @@ def warm_up(
 
 def rounds(
     contenders: Mapping[str, Contender],
-    prompts: Sequence[Encoded],
+    loads: Sequence[Load],
     *,
     max_new_tokens: int,
     repeats: int = 1,
@@ -152,48 +205,37 @@ def rounds(
     take: Take = lambda name, run: None,
     shown: int = 0,
 ) -> Iterator[Round]:
-    """Decode every prompt from ``start`` on, ``repeats`` times with each contender; yields one round per prompt.
+    """Serve every load from ``start`` on, ``repeats`` times with each contender; yields one round per load.
 
     A contender that fails is left out from then on; if none is left, the rounds end.
 
-    report  called with prompts done, prompts in total, and what is next
-    take    called with every counted run, outside the timing
-    shown   keep what the forward passes did on this many prompts, the first ones
+    report  called with loads done, loads in total, and what is next
+    take    called with the run of every prompt, outside the timing
+    shown   keep what the forward passes did on this many loads, the first ones
     """
     names = list(contenders)
     failed: set[str] = set()
-    for index in range(start, len(prompts)):
+    for index in range(start, len(loads)):
         if len(failed) == len(names):
             return
-        prompt, ids = prompts[index]
-        found = Round(index, {})
+        load, done = loads[index], Round(index, loads[index].rows)
         for repeat in range(repeats):
             turn = (index * repeats + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
                 if name in failed:
                     continue
-                report(index, len(prompts), f"{name} on {prompt.task}")
+                report(index, len(loads), f"{name} {load}")
                 try:
-                    run = contenders[name].decode(ids, max_new_tokens=max_new_tokens)
-                    if not run.token_ids:
+                    served = contenders[name].serve(load.ids, rows=load.rows, max_new_tokens=max_new_tokens)
+                    if not all(run.token_ids for run in served.runs):
                         raise RuntimeError("it returned no tokens")
                 except FAILURES as error:
                     failed.add(name)
-                    found.errors[name] = describe(error)
-                    found.answers.pop(name, None)
+                    done.errors[name] = describe(error)
+                    done.outcomes.pop(name, None)
                     continue
-                found.answers.setdefault(name, []).append(Answer.of(run, shown=index < shown))
-                take(name, run)
-        yield found
-        report(index + 1, len(prompts), "")
-
-
-def gather(names: Sequence[str], done: Sequence[Round], errors: Mapping[str, str]) -> list[ContenderAnswers]:
-    """Group the rounds by contender; ``errors`` are from before the first round."""
-    found = [ContenderAnswers(name, error=errors.get(name)) for name in names]
-    for one in done:
-        for measured in found:
-            measured.error = measured.error or one.errors.get(measured.name)
-            if measured.error is None:
-                measured.answers.append(one.answers[measured.name])
-    return found
+                done.outcomes.setdefault(name, []).append(Outcome.of(served, shown=index < shown))
+                for run in served.runs:
+                    take(name, run)
+        yield done
+        report(index + 1, len(loads), "")

@@ -1,6 +1,6 @@
-"""A benchmark session: measure the machine, open and warm up the contenders, decode the prompts, summarise the result.
+"""A benchmark session: measure the machine, open and warm up the contenders, serve the loads, summarise the result.
 
-A session can be stopped at any point (KeyboardInterrupt) and still gives a result for the completed prompts.
+A session can be stopped at any point (KeyboardInterrupt) and still gives a result for the completed loads.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import (
     FAILURES,
     Answer,
-    ContenderAnswers,
     Encoded,
+    Load,
     Report,
     Round,
     describe,
-    gather,
+    one_by_one,
     rounds,
     warm_up,
 )
-from anabranch.bench.summary import summarise
+from anabranch.bench.summary import ContenderAnswers, gather, summarise, summarise_rows
 from anabranch.loading import Loaded
 from anabranch.model.quantize import Quantization
 from anabranch.model.reads import weight_bytes
@@ -41,12 +41,14 @@ from anabranch.support.files import without_folders
 
 __all__ = ["Session"]
 
+ROWS_SCHEMA = 1  # of results by number of rows
 Tell = Callable[[str], None]
 
 
 class Session:
     """A benchmark session; a context manager. ``run`` describes the measurement and becomes part of the result.
 
+    rows   decode all prompts together, so many at a time, for each of these numbers; empty: decode them one by one
     shown  number of prompts whose forward passes are kept one by one, to be shown as examples
     """
 
@@ -60,10 +62,16 @@ class Session:
         tell: Tell = lambda sentence: None,
         recordings: Recordings | None = None,
         shown: int = 0,
+        rows: Sequence[int] = (),
     ) -> None:
         self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
+        self.repeats = run["repeats"]
+        self.loads = one_by_one(prompts)
+        if rows:  # every number of rows in each repeat
+            self.loads = [Load(tuple(prompts), number) for _ in range(self.repeats) for number in rows]
+            self.repeats = 1
         self.recordings = Recordings({}, {}, {}) if recordings is None else recordings
-        self.loaded, self.target, self.sampling = loaded, loaded["none"].target, sampling
+        self.loaded, self.target, self.sampling = loaded, next(iter(loaded.values())).target, sampling
         self.environment = environment(self.target.decoder.device)
         self.shown = shown
         self.machine: dict[str, Any] = {}
@@ -93,8 +101,8 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether all prompts have been decoded."""
-        return len(self.done) == len(self.prompts)
+        """Whether all loads have been served."""
+        return len(self.done) == len(self.loads)
 
     def prepare(self, out: Path | None, *, resume: bool) -> None:
         """Measure the machine and start the journal of ``out``, or read both from the journal of a stopped run."""
@@ -123,8 +131,8 @@ class Session:
 
     def open(self) -> None:
         """Open and warm up all contenders; those that fail are reported, and the others continue."""
-        ids = [list(ids) for _, ids in self.prompts]
         most = self.run["max_new_tokens"]
+        capacity = max(len(ids) for _, ids in self.prompts) + most
         for entry in self.entries:
             if entry.name in self.failed:
                 continue
@@ -136,7 +144,7 @@ class Session:
                     self.loaded[entry.weights],
                     sampling=self.sampling,
                     threads=torch.get_num_threads(),
-                    capacity=max(map(len, ids)) + most,
+                    capacity=capacity,
                 )
             except FAILURES as error:
                 self._fail(entry.name, describe(error))
@@ -147,7 +155,7 @@ class Session:
             self.contenders[entry.name] = contender
             self.facts[entry.name]["open_seconds"] = round(time.perf_counter() - began, 3)
         self.tell("warming up")
-        seconds, errors = warm_up(self.contenders, ids[0], max_new_tokens=most)
+        seconds, errors = warm_up(self.contenders, self.loads, max_new_tokens=most)
         for name, value in seconds.items():
             self.facts[name]["warm_up_seconds"] = round(value, 3)
         for name, why in errors.items():
@@ -161,14 +169,14 @@ class Session:
         self.tell(f"{name} is not measured: {why}")
 
     def decode(self, report: Report) -> None:
-        """Decode the remaining prompts; every round is on disk before the next one starts."""
+        """Serve the remaining loads; every round is on disk before the next one starts."""
         forget_peak(self.target.decoder.device)
         try:
             for one in rounds(
                 self.contenders,
-                self.prompts,
+                self.loads,
                 max_new_tokens=self.run["max_new_tokens"],
-                repeats=self.run["repeats"],
+                repeats=self.repeats,
                 start=len(self.done),
                 report=report,
                 take=self.recordings.take,
@@ -177,7 +185,7 @@ class Session:
                 for name, why in one.errors.items():
                     self.tell(f"{name} is not measured: {why}")
                 # before the journal, so that every prompt in the journal is recorded
-                self.recordings.write(one.index, list(one.answers))
+                self.recordings.write(one.index, list(one.outcomes))
                 if self.journal is None:
                     self.done.append(one)
                 else:
@@ -210,28 +218,28 @@ class Session:
 
     def examples(self) -> list[dict[str, Answer]]:
         """The first answers to the prompts whose passes are kept, by contender."""
-        return [{name: many[0] for name, many in one.answers.items()} for one in self.done[: self.shown]]
+        return [{name: many[0].answers[0] for name, many in one.outcomes.items()} for one in self.done[: self.shown]]
 
     def baseline(self, name: str) -> str:
         """The name of the plain decoding that a contender is compared with."""
         weights = next(entry.weights for entry in self.entries if entry.name == name)
         return plain_of(self.entries, weights) or ""
 
+    def comparable(self, name: str) -> bool:
+        """Whether a contender's tokens should equal plain decoding's: a peer samples with its own random numbers."""
+        return self.sampling.greedy or self.facts[name]["kind"] == "ours"
+
     def result(self, command: str) -> dict[str, Any]:
         """The result for all completed prompts, in the format of a result file (docs/metrics.md)."""
         decoded = self.prompts[: len(self.done)]
-        kinds = {entry.name: entry.kind for entry in self.entries}
         records = summarise(
             self.answers(),
             decoded,
             baseline=self.baseline,
             floor_ms={entry.name: self.floor_ms(entry.weights) for entry in self.entries},
-            # a peer draws with its own random numbers
-            comparable=lambda name: kinds[name] == "ours" or self.sampling.greedy,
+            comparable=self.comparable,
         )
-        for name, contender in self.contenders.items():
-            if info := getattr(contender, "info", None):
-                self.facts[name]["info"] = dict(info)
+        facts = self._facts()
         return {
             "schema": SCHEMA,
             "complete": self.complete,
@@ -241,6 +249,31 @@ class Session:
             "machine": self.machine,
             "floor_ms": {weights: self.floor_ms(weights) for weights in self.loaded},
             "memory_mb": self.memory_mb,
-            "contenders": [record | self.facts[record["name"]] for record in records],
+            "contenders": [record | facts[record["name"]] for record in records],
             "prompts": [{"name": p.name, "task": p.task, "tokens": len(ids)} for p, ids in decoded],
         }
+
+    def rows_result(self, command: str) -> dict[str, Any]:
+        """The result by number of rows, for all completed rounds."""
+        failed = self.failed
+        baselines = {entry.name: plain_of(self.entries, entry.weights) for entry in self.entries}
+        return {
+            "schema": ROWS_SCHEMA,
+            "kind": "throughput",
+            "complete": self.complete,
+            "run": {"command": command, **self.run},
+            "environment": self.environment,
+            "machine": self.machine,
+            "contenders": [
+                {"name": name, **facts, **({"error": failed[name]} if name in failed else {})}
+                for name, facts in self._facts().items()
+            ],
+            "results": summarise_rows(self.done, baselines, errors=self.errors, comparable=self.comparable),
+        }
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        """The properties of each contender, with what a peer says about itself."""
+        for name, contender in self.contenders.items():
+            if info := getattr(contender, "info", None):
+                self.facts[name]["info"] = dict(info)
+        return self.facts

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from anabranch.analysis.cost import MODELS
+from anabranch.bench.cells import decimal
 from anabranch.bench.machine import Machine, measure_machine
 from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import DeviceError, InputError
@@ -34,6 +34,7 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.passes import PassResult, Rider
 from anabranch.model.weights import random_decoder
 from anabranch.support.nearest import hint
+from anabranch.support.table import Table
 from anabranch.tree import DraftTree
 
 __all__ = [
@@ -281,17 +282,19 @@ def shape_record(shape: Shape) -> dict[str, Any]:
 def shape_table(shape: Shape) -> list[Table]:
     """Two tables: milliseconds by kind, one line per batch and context, and the ratios computed from them."""
     kinds = list(dict.fromkeys(times.kind for times in shape.times))
-    floor = f"{shape.machine.weight_mb / 1e3:.2f} GB of weights at {shape.machine.read_gb_s[1]:.1f} GB/s"
-    steps = Table("batch", "context", *kinds, title=f"{shape.model}, ms per step (median); floor {floor}")
-    titles = ("plain / floor", "method / plain", "tokens / step", "speedup", "the paper's")
-    ratios = Table("batch", "context", "method", *titles)
+    steps: list[list[object]] = []
     for batch, context in dict.fromkeys((times.batch, times.context) for times in shape.times):
         cells = (shape.find(batch, context, kind) for kind in kinds)
-        steps.add_row(str(batch), f"{context:,}", *("" if cell is None else f"{cell.ms[1]:.2f}" for cell in cells))
-    for row in shape.ratios():
-        names = ("plain_over_floor", "over_plain", "tokens_a_step", "speedup", "speedup_in_the_paper")
-        numbers = (f"{row[name]:.2f}" if name in row else "" for name in names)
-        ratios.add_row(str(row["batch"]), f"{row['context']:,}", row["method"], *numbers)
-    for batch, context, why in shape.left_out:
-        steps.add_row(str(batch), f"{context:,}", f"left out: {why}")
-    return [steps, ratios]
+        steps.append([batch, f"{context:,}", *("" if cell is None else f"{cell.ms[1]:.2f}" for cell in cells)])
+    steps += [[batch, f"{context:,}", f"left out: {why}"] for batch, context, why in shape.left_out]
+    names = ("plain_over_floor", "over_plain", "tokens_a_step", "speedup", "speedup_in_the_paper")
+    ratios = [
+        [row["batch"], f"{row['context']:,}", row["method"], *(decimal(row[n]) if n in row else "" for n in names)]
+        for row in shape.ratios()
+    ]
+    floor = f"{shape.machine.weight_mb / 1e3:.2f} GB of weights at {shape.machine.read_gb_s[1]:.1f} GB/s"
+    titles = ("plain / floor", "method / plain", "mean acceptance length", "speedup", "the paper's")
+    return [
+        Table(["batch", "context", *kinds], steps, f"{shape.model}, ms per step (median); floor {floor}", left=0),
+        Table(["batch", "context", "method", *titles], ratios, left=3),
+    ]

@@ -1,17 +1,44 @@
-"""Summarise answers into one record per contender; docs/metrics.md defines all numbers."""
+"""Summarise rounds into records of contenders; docs/metrics.md defines all numbers.
+
+``summarise`` compares contenders prompt by prompt, ``summarise_rows`` by the number of rows that decode together.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from anabranch.bench.calls import calls_per_token
-from anabranch.bench.run import Answer, ContenderAnswers, Encoded
+from anabranch.bench.cells import calls_per_token
+from anabranch.bench.run import Answer, Encoded, Outcome, Round
 from anabranch.decoding.stats import Stats
 
-__all__ = ["quartiles", "summarise"]
+__all__ = ["ContenderAnswers", "gather", "quartiles", "summarise", "summarise_rows"]
+
+P95 = 0.95
+
+
+@dataclass
+class ContenderAnswers:
+    """All answers of one contender, by prompt and repeat; with an ``error`` none of them is reported."""
+
+    name: str
+    answers: list[list[Answer]] = field(default_factory=list)
+    error: str | None = None
+
+
+def gather(names: Sequence[str], done: Sequence[Round], errors: Mapping[str, str]) -> list[ContenderAnswers]:
+    """Group rounds of one prompt each by contender; ``errors`` are from before the first round."""
+    gathered = [ContenderAnswers(name, error=errors.get(name)) for name in names]
+    for one in done:
+        for contender in gathered:
+            contender.error = contender.error or one.errors.get(contender.name)
+            if contender.error is None:
+                contender.answers.append([outcome.answers[0] for outcome in one.outcomes[contender.name]])
+    return gathered
 
 
 def quartiles(values: Sequence[float | None], digits: int = 4) -> list[float] | None:
@@ -25,7 +52,7 @@ def quartiles(values: Sequence[float | None], digits: int = 4) -> list[float] | 
 
 
 def summarise(
-    found: Sequence[ContenderAnswers],
+    gathered: Sequence[ContenderAnswers],
     prompts: Sequence[Encoded],
     *,
     baseline: Callable[[str], str] = lambda name: "none",
@@ -38,9 +65,9 @@ def summarise(
     floor_ms    milliseconds to read a contender's weights once, by name
     comparable  whether a contender's tokens should equal the baseline's
     """
-    good = {measured.name: measured for measured in found if measured.error is None}
+    good = {measured.name: measured for measured in gathered if measured.error is None}
     records: list[dict[str, Any]] = []
-    for measured in found:
+    for measured in gathered:
         if measured.error is not None:
             records.append({"name": measured.name, "error": measured.error})
             continue
@@ -149,3 +176,85 @@ def _task(measured: ContenderAnswers, reference: ContenderAnswers | None, where:
     if reference is not None:
         record |= _ratios(measured, reference, where)
     return record
+
+
+# -- several rows at a time ----------------------------------------------------------------------------------------
+def summarise_rows(
+    done: Sequence[Round],
+    baselines: Mapping[str, str | None],
+    *,
+    errors: Mapping[str, str] | None = None,
+    comparable: Callable[[str], bool] = lambda name: True,
+) -> list[dict[str, Any]]:
+    """One record per contender and number of rows.
+
+    baselines   the plain decoding that each contender is compared with, by name
+    errors      contenders that failed before the first round, and why
+    comparable  contenders whose tokens should equal plain decoding's
+
+    Texts are compared with plain decoding at the same number of rows; those of plain decoding, with the first number of
+    rows. Ratios are within a round; they and rates are [lowest, median, highest] over rounds. Latencies are medians and
+    95th percentiles over all prompts and tokens.
+    """
+    errors = {**(errors or {}), **{name: why for one in done for name, why in one.errors.items()}}
+    numbers = list(dict.fromkeys(one.rows for one in done))
+    records: list[dict[str, Any]] = []
+    for name, baseline in baselines.items():
+        if name in errors:
+            records.append({"name": name, "error": errors[name]})
+            continue
+        for number in numbers:
+            at = [one.outcomes for one in done if one.rows == number]
+            mine = [outcome for outcomes in at for outcome in outcomes[name]]
+            record = {"name": name, "rows": number} | _latencies(mine)
+            if baseline is not None and baseline in at[0]:
+                pairs = [pair for each in at for pair in zip(each[name], each.get(baseline, ()), strict=False)]
+                record["ratio"] = _range(one.tokens_per_second / plain.tokens_per_second for one, plain in pairs)
+                if comparable(name):
+                    first = next(one for one in done if one.rows == (numbers[0] if name == baseline else number))
+                    record["equal_outputs"] = _equal(mine, first.outcomes[baseline][0])
+            records.append(record)
+    return records
+
+
+def _latencies(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Rates and latencies at one number of rows, and the statistics of the first round."""
+    answers = [answer for outcome in outcomes for answer in outcome.answers]
+    record: dict[str, Any] = {
+        "prompts": len(outcomes[0].answers),
+        "tokens": sum(map(len, outcomes[0].texts)),
+        "tokens_per_second": _range(outcome.tokens_per_second for outcome in outcomes),
+        "first_token_ms": _percentiles([1e3 * at for one in answers if (at := one.first_token_seconds) is not None]),
+        "token_ms": _percentiles([1e3 * seconds for answer in answers for seconds in answer.latencies]),
+    }
+    stats = Stats.merged(answer.stats for answer in outcomes[0].answers if answer.stats is not None)
+    if stats.steps:
+        record["mean_acceptance_length"] = round(stats.mean_acceptance_length, 4)
+        record |= calls_per_token(stats)
+        record["draft_nodes_per_step"] = round(stats.draft_nodes_per_step, 2)
+    return record
+
+
+def _equal(outcomes: Sequence[Outcome], plain: Outcome) -> int:
+    """The number of prompts whose tokens equal plain decoding's in every round."""
+    return sum(
+        all(text == expected for text in texts)
+        for expected, *texts in zip(plain.texts, *(outcome.texts for outcome in outcomes), strict=True)
+    )
+
+
+def _range(values: Iterable[float]) -> list[float]:
+    """[lowest, median, highest]."""
+    known = list(values)
+    return [round(value, 4) for value in (min(known), statistics.median(known), max(known))]
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Median and 95th percentile (nearest rank); None without values."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    return {
+        "median": round(statistics.median(ranked), 4),
+        "p95": round(ranked[math.ceil(P95 * len(ranked)) - 1], 4),
+    }

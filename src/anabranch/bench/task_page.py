@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from anabranch.bench.application import Application
-from anabranch.bench.report import blocks, heading
+from anabranch.bench.report import heading, tables_of
 from anabranch.bench.run import Answer
 from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.support.plots import LINES
@@ -48,7 +48,7 @@ def task_page(
     """
     task = application.task
     facts = "".join(f"<p>{_text(line)}</p>\n" for line in heading(result))
-    tables = "".join(_table(*block) for block in blocks(result))
+    tables = "".join(f'<div class="wide">{table.html()}</div>\n' for table in tables_of(result))
     shown = "".join(_example(application, index, answers, tokenizer) for index, answers in enumerate(examples))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -58,12 +58,6 @@ def task_page(
         f"<p>Prompt template:</p><blockquote>{_text(task.template.text)}</blockquote>\n"
         f"<p>Licence of the data: {_text(task.licence or 'not stated')}.</p>\n{tables}{shown}</body></html>\n"
     )
-
-
-def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{_text(title).replace(chr(10), '<br>')}</th>" for title in titles)
-    body = "\n".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><caption>{_text(caption)}</caption>\n<tr>{head}</tr>\n{body}</table></div>\n'
 
 
 def _example(application: Application, index: int, answers: Mapping[str, Answer], tokenizer: Any) -> str:

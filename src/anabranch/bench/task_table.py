@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from anabranch.bench.calls import CALL_KEYS, CALL_TITLES, call_cells
+from anabranch.bench.cells import CALL_KEYS, percent, signed_percent
 from anabranch.bench.compare import PLACE, RUN
-from anabranch.bench.quality import columns_of, percent, quartiles_cell
-from anabranch.bench.report import plain_table
+from anabranch.bench.quality import COSTS, columns_of, cost_cells
 from anabranch.bench.summary import quartiles
 from anabranch.errors import FileError, InputError
 from anabranch.support.jsonfiles import is_number, is_whole
+from anabranch.support.table import Table
 from anabranch.tasks import METRICS, difference, spread
 
-__all__ = ["collect", "rows_of_table", "signed_cell"]
+__all__ = ["collect", "rows_of_table"]
 
 PLAIN = "none"
 DIFFERS = ("template", "completion", "split", "rows", "of")  # of the task: a warning
@@ -36,7 +34,7 @@ def collect(results: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """
     for name, result in results:
         if wrong := _malformed(result):
-            raise FileError(f"{name} has no valid {wrong}; give results of 'anabranch bench --task ... --out FILE'")
+            raise FileError(f"{name} has no valid {wrong}; give results of 'anabranch bench task ... --out FILE'")
     first_name, first = results[0]
     task = first["run"]["application"]
     base = next((one for one in first["contenders"] if one["spec"] == PLAIN and "error" not in one), None)
@@ -121,40 +119,17 @@ def _record(name: str, one: Mapping[str, Any], base: Mapping[str, Any], keys: It
 
 
 def rows_of_table(found: Mapping[str, Any]) -> Table:
-    """The table for a terminal."""
-    task = found["task"]
-    table = plain_table(
-        f"{task['name']}, {found['rows']} rows: quality in % (95 % interval), relative to the first line"
-    )
-    table.add_column("result")
-    table.add_column("contender")
-    for title in found["columns"].values():
-        table.add_column(title, justify="right")
-        table.add_column("difference", justify="right")
-    for title in ("speedup\n(quartiles)", "ms per\nsample", "tokens/\ntarget call", *CALL_TITLES, "extra\nparameters"):
-        table.add_column(title, justify="right")
+    """The table of ``collect``."""
+    task, columns = found["task"], found["columns"]
+    rows = []
     for record in found["contenders"]:
         cells = [record["result"], record["name"]]
         if "error" in record:
-            table.add_row(*cells, "error")
+            rows.append([*cells, "error"])
             continue
-        for key in found["columns"]:
-            cells += [percent(record["quality"][key]), signed_cell(record["difference"][key])]
-        length, extra = record["mean_acceptance_length"], record["extra_parameters"]
-        table.add_row(
-            *cells,
-            quartiles_cell(record["speedup_quartiles"]),
-            quartiles_cell(record["sample_ms_quartiles"], 0),
-            "-" if length is None else f"{length:.2f}",
-            *call_cells(record),
-            "-" if extra is None else f"{extra:,}",
-        )
-    return table
-
-
-def signed_cell(part: Mapping[str, Any]) -> str:
-    """A mean difference with its interval, in percentage points."""
-    if part["mean"] is None:
-        return "-"
-    mean, low, high = (f"{100 * part[name]:+.1f}" for name in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+        for key in columns:
+            cells += [percent(record["quality"][key]), signed_percent(record["difference"][key])]
+        rows.append([*cells, *cost_cells(record)])
+    caption = f"{task['name']}, {found['rows']} rows: quality in % (95 % interval), relative to the first line"
+    scores = [title for column in columns.values() for title in (column, "difference")]
+    return Table(["result", "contender", *scores, *COSTS], rows, caption, left=2)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
+from anabranch.bench.cells import decimal, quartiles_cell
+from anabranch.support.table import Table
 
-from anabranch.bench.report import plain_table
-
-__all__ = ["TITLES", "short_rows", "short_table", "verdict"]
+__all__ = ["short_table", "verdict"]
 
 TITLES = ("contender", "tokens/s", "speedup\n(quartiles)", "mean accept-\nance length", "equal")
 SHORTEST = 20  # columns for a contender's name, which is broken at its punctuation if it is longer
@@ -34,37 +32,25 @@ def verdict(contenders: Sequence[Record]) -> str:
     return f"{fastest}; the best drafter is {drafting[0]['name']} with {_rate(drafting[0])}{_against(drafting[0])}"
 
 
-def short_rows(contenders: Sequence[Record]) -> list[list[str]]:
-    """The cells of ``TITLES`` of every contender that was measured."""
-    rows = []
-    for record in contenders:
-        if "error" in record:
-            continue
-        spread, length = record.get("speedup_quartiles"), record.get("mean_acceptance_length")
-        rows.append(
-            [
-                str(record["name"]),
-                f"{record['tokens_per_second']:.1f}",
-                "-" if spread is None else "{1:.2f} ({0:.2f}-{2:.2f})".format(*spread),
-                "-" if length is None else f"{length:.2f}",
-                f"{record['equal_outputs']}/{record['prompts']}" if "equal_outputs" in record else "-",
-            ]
-        )
-    return rows
+def short_table(contenders: Sequence[Record], width: int | None = None) -> Table:
+    """Five columns for every contender that was measured; long names are broken to fit a terminal of ``width``."""
+    rows = [_short_row(record) for record in contenders if "error" not in record]
+    if width is not None:
+        columns = zip(TITLES, *rows, strict=True)
+        widths = [1 + max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
+        room = max(SHORTEST, width - sum(widths[1:]))
+        rows = [[_broken(name, room), *cells] for name, *cells in rows]
+    return Table(TITLES, rows)
 
 
-def short_table(contenders: Sequence[Record], width: int) -> Table:
-    """The five columns for a terminal of ``width`` columns; long names are broken after their punctuation."""
-    rows, table = short_rows(contenders), plain_table()
-    taken = [
-        max(len(line) for cell in cells for line in cell.split("\n")) + 1 for cells in zip(TITLES, *rows, strict=True)
+def _short_row(record: Record) -> list[str]:
+    return [
+        str(record["name"]),
+        f"{record['tokens_per_second']:.1f}",
+        quartiles_cell(record.get("speedup_quartiles")),
+        decimal(record.get("mean_acceptance_length")),
+        f"{record['equal_outputs']}/{record['prompts']}" if "equal_outputs" in record else "-",
     ]
-    room = max(SHORTEST, width - sum(taken[1:]))
-    for place, title in enumerate(TITLES):
-        table.add_column(title, justify="left" if place == 0 else "right")
-    for name, *cells in rows:
-        table.add_row(Text(_broken(name, room)), *cells)
-    return table
 
 
 def _broken(name: str, room: int) -> str:

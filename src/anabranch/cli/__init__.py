@@ -15,7 +15,7 @@ from anabranch.cli.certify import certify
 from anabranch.cli.chat import chat
 from anabranch.cli.convert import convert
 from anabranch.cli.generate import generate
-from anabranch.cli.help import HELP, Verb, Verbs
+from anabranch.cli.help import HELP, Verb
 from anabranch.cli.models import info, pull
 from anabranch.cli.options import UsageError
 from anabranch.cli.show import Notices
@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 for verb in (pull, generate, chat, info, convert, certify, tune, simulate, analyze):
     app.command(cls=Verb)(verb)
-app.add_typer(bench.app, name="bench", cls=Verbs)
+app.add_typer(bench.app, name="bench", cls=bench.Bench)
 app.add_typer(train.app, name="train", cls=train.Methods)
 
 

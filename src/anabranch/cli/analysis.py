@@ -148,15 +148,11 @@ def _check_sources(config: SimulateConfig, known: Sequence[str]) -> None:
 
 
 def _show(found: list[Prediction], alpha: float | None) -> None:
-    from anabranch.bench.report import plain_table
     from anabranch.cli.layout import output, print_tables
+    from anabranch.support.table import Table
 
-    table = plain_table()
-    table.add_column("drafts", no_wrap=True)
-    for name in ("tokens/\nstep", "floor", "nodes/\nstep", "filled", "alpha", "tokens/s"):
-        table.add_column(name, justify="right")
-    for prediction in found:
-        table.add_row(
+    rows = [
+        (
             _name(prediction.cut),
             f"{prediction.mean_acceptance_length:.3f}",
             "" if prediction.floor is None else f"{prediction.floor:.3f}",
@@ -165,8 +161,11 @@ def _show(found: list[Prediction], alpha: float | None) -> None:
             "" if prediction.alpha is None else f"{prediction.alpha:.3f}",
             "" if prediction.tokens_per_second is None else f"{prediction.tokens_per_second:.1f}",
         )
+        for prediction in found
+    ]
+    titles = ("drafts", "tokens/\nstep", "floor", "nodes/\nstep", "filled", "alpha", "tokens/s")
     console = output()
-    print_tables([table], console)
+    print_tables([Table(titles, rows)], console)
     if alpha is not None:
         console.print(f"alpha from p and q: {alpha:.4f}, divergence {1 - alpha:.4f}")
 

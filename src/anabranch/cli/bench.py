@@ -4,54 +4,82 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli import bench_prompts, bench_rows, bench_shape, peers
-from anabranch.cli.bench_config import BenchConfig
+from anabranch.cli import bench_load, bench_run, bench_shape, peers
+from anabranch.cli.bench_config import LoadConfig, RunConfig, ShapeConfig, TaskConfig
 from anabranch.cli.configured import configured
-from anabranch.cli.help import HELP, Verb
+from anabranch.cli.help import HELP, Verb, Verbs
 
-__all__ = ["app"]
+__all__ = ["Bench", "app"]
 
-app = typer.Typer(invoke_without_command=True, **HELP)
+
+class Bench(Verbs):
+    """The group: options without a verb are those of ``default``."""
+
+    default = "run"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default verb before options, but not before --help."""
+        if not args or (args[0].startswith("-") and args[0] not in HELP["context_settings"]["help_option_names"]):
+            args = [self.default, *args]
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
+
+app = typer.Typer(
+    help="""Measure drafters and other engines on this machine, and compare results.
+
+    Options without a verb are those of 'run': 'anabranch bench --method auto' is 'anabranch bench run --method auto'.
+    Run nothing else at the same time.
+    """,
+    **HELP,
+)
 app.add_typer(peers.app, name="peers")
 
 
-@app.callback()
+@app.command("run", cls=Verb)
 @configured
-def bench(context: typer.Context, config: BenchConfig) -> None:
-    """Measure drafters and other engines on the same prompts, on this machine.
+def bench(config: RunConfig) -> None:
+    """Measure drafters and other engines on the same prompts, one prompt at a time.
 
     All contenders decode each prompt, in rotating order, before the next one. Speedups are relative to plain decoding
     (none) of the same prompts with the same weights, which is always measured too. Run nothing else at the same time.
 
-    --rows N measures throughput and latency with N concurrent prompts instead, and --shape times the steps of a model
-    of that size with random weights.
-
-    Ctrl-C keeps the results so far; --resume continues. 'bench compare' compares two results, and 'bench peers'
-    installs other engines. 'bench table' puts the results of one task, for several models, into one table.
+    Ctrl-C keeps the results so far; --resume continues. 'bench compare' compares two results.
     """
-    if context.invoked_subcommand is not None:
-        return
-    given = _given(context)
-    if config.shape is not None:
-        bench_shape.run(config, given)
-    elif config.rows:
-        bench_rows.run(config, given)
-    else:
-        bench_prompts.run(config, given)
+    bench_run.run(config)
 
 
-def _given(context: typer.Context) -> dict[str, str]:
-    """The options given on the command line: the spelling of each, by field."""
-    found = {}
-    for option in context.command.params:
-        source = context.get_parameter_source(str(option.name))
-        if source is not None and source.name == "COMMANDLINE":
-            found[str(option.name)] = option.opts[0]
-    return found
+@app.command("load", cls=Verb)
+@configured
+def bench_rows(config: LoadConfig) -> None:
+    """Measure throughput and latency with several concurrent prompts.
+
+    N prompts are in progress at any time, until none is left; peers with static batches decode N prompts that start
+    and end together. Ratios are relative to plain decoding with the same weights and the same number of rows.
+    """
+    bench_load.run(config)
+
+
+@app.command("task", cls=Verb)
+@configured
+def bench_task(config: TaskConfig) -> None:
+    """Measure the speed of an application and the quality of its answers, and show how examples were decoded.
+
+    As 'run', on the rows of TASK, with the scores of its metrics. 'bench table' puts the results of one task, for
+    several models, into one table.
+    """
+    bench_run.run(config)
+
+
+@app.command("shape", cls=Verb)
+@configured
+def bench_steps(config: ShapeConfig) -> None:
+    """Time the steps of a model of a given size, with random weights."""
+    bench_shape.run(config)
 
 
 @app.command("compare", cls=Verb)
@@ -81,7 +109,7 @@ def compare_results(
 def task_table(
     results: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE ...", help="results of one task: the FILE of 'bench --task --out FILE'"),
+        typer.Argument(metavar="FILE ...", help="results of one task: the FILE of 'bench task --out FILE'"),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
 ) -> None:

@@ -1,20 +1,21 @@
-"""The configuration of ``anabranch bench``, and helpers shared by its three kinds of measurement."""
+"""The configurations of the verbs of ``anabranch bench``, and what these verbs share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
 from anabranch.cli import completion, options
-from anabranch.declared import Keywords
+from anabranch.declared import Keywords, hints_of
 from anabranch.errors import InputError
+from anabranch.loading import LoadConfig as Loading
 
 if TYPE_CHECKING:
     from anabranch.bench.application import Application
@@ -25,23 +26,30 @@ if TYPE_CHECKING:
     from anabranch.model.quantize import Quantization
 
 __all__ = [
-    "BenchConfig",
+    "Contenders",
+    "Files",
+    "LoadConfig",
+    "RunConfig",
+    "ShapeConfig",
+    "TaskConfig",
     "Weights",
     "command",
     "described",
     "encode",
     "entries_of",
     "load",
-    "refuse_all_but",
 ]
+
+LOADING = {name: get_args(hint)[1] for name, hint in hints_of(Loading).items() if get_origin(hint) is Annotated}
+Repeats = Annotated[int, typer.Option(help="repeat every measurement this many times")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    """The options of ``anabranch bench``."""
+class Contenders:
+    """What is compared, and how it decodes."""
 
     loading: options.Loading = field(default=options.Loading())
-    prompts: options.Prompts = field(default=options.Prompts())
     method: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -58,21 +66,22 @@ class BenchConfig:
         tuple[str, ...],
         typer.Option(metavar="[LABEL=]NAME", help="measure this engine too; see 'bench peers list'; repeatable"),
     ] = ()
-    metric: Annotated[
-        tuple[str, ...],
-        typer.Option(help="with --task: score answers by exact_match, execution or rouge instead; repeatable"),
-    ] = ()
-    examples: Annotated[int, typer.Option(help="with --task: show how this many of the answers were decoded")] = 1
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="with --task: write the tables and the examples as a web page")
-    ] = None
     max_new_tokens: options.NewTokens = 128
     sampling: Keywords = field(default_factory=options.sampling)
-    repeats: Annotated[int, typer.Option(help="repeat every measurement this many times")] = 1
-    rows: Annotated[
-        tuple[int, ...],
-        typer.Option(metavar="N", help="measure throughput and latency of N prompts at a time; repeatable"),
-    ] = ()
+    repeats: Repeats = 1
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """The drafters of --method and --methods."""
+        from anabranch.bench.entries import listed
+
+        return (*self.method, *(() if self.methods is None else listed(self.methods)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What is written."""
+
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json, FILE.csv and FILE.md")
     ] = None
@@ -85,42 +94,117 @@ class BenchConfig:
             metavar="DIR", help="record our contenders' steps as DIR/LABEL.jsonl, for 'simulate': first runs only"
         ),
     ] = None
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="time steps of a model of this size with random weights instead: 135m, 7b, 13b or 33b",
-            autocompletion=completion.one_of("135m", "7b", "13b", "33b"),
-        ),
-    ] = None
-    width: Annotated[
-        tuple[int, ...], typer.Option(metavar="N", help="with --shape: verify N nodes in a step; repeatable")
-    ] = ()
-    batch: Annotated[
-        tuple[int, ...], typer.Option(metavar="N", help="with --shape: decode N rows at a time; repeatable")
-    ] = ()
-    context_tokens: Annotated[
-        tuple[int, ...],
-        typer.Option("--context", metavar="N", help="with --shape: hold N tokens in the KV cache; repeatable"),
-    ] = ()
     as_json: options.AsJson = False
 
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The options of ``bench run``."""
+
+    contenders: Contenders = field(default=Contenders())
+    prompts: options.Prompts = field(default=options.Prompts())
+    files: Files = field(default=Files())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """The options of ``bench load``."""
+
+    rows: Annotated[
+        tuple[int, ...], typer.Option(metavar="N", help="decode N prompts at a time; repeatable (default: 1 and 4)")
+    ] = ()
+    contenders: Contenders = field(default=Contenders())
+    prompts: options.Prompts = field(default=options.Prompts())
+    out: Out = None
+    force: options.Force = False
+    as_json: options.AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """The options of ``bench task``."""
+
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK",
+            help="an application: sql, e2e, dialogsum or a JSONL file",
+            autocompletion=completion.one_of("sql", "e2e", "dialogsum"),
+        ),
+    ]
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="read data sets here, as NAME/test.jsonl.gz")] = None
+    split: Annotated[
+        str, typer.Option(help="use the rows of train, validation, test, or all of a file of your own")
+    ] = "test"
+    limit: Annotated[int | None, typer.Option(help="use only this many rows, spread over the split")] = None
+    prompt_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="write prompts like this, with fields of a row as {name} (default: the field prompt)"
+        ),
+    ] = None
+    completion: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD", help="the field of the completion, or of a list of them (default: completion)"),
+    ] = None
+    raw: options.Raw = False
+    metric: Annotated[
+        tuple[str, ...], typer.Option(help="score answers by exact_match, execution or rouge instead; repeatable")
+    ] = ()
+    examples: Annotated[int, typer.Option(help="show how this many of the answers were decoded")] = 1
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the tables and the examples as a web page")
+    ] = None
+    contenders: Contenders = field(default=Contenders())
+    files: Files = field(default=Files())
+
     @property
-    def asked(self) -> tuple[str, ...]:
-        """The drafters of --method and --methods."""
-        from anabranch.bench.entries import listed
+    def prompts(self) -> options.Prompts:
+        """The same as options of prompts."""
+        return options.Prompts(
+            task=(self.task,),
+            data=self.data,
+            split=self.split,
+            limit=self.limit,
+            prompt_template=self.prompt_template,
+            completion=self.completion,
+            raw=self.raw,
+        )
 
-        return (*self.method, *(() if self.methods is None else listed(self.methods)))
-
-    def application(self) -> Application | None:
-        """The task to measure, if there is one. Raises InputError, FileError or CapabilityError."""
+    def application(self) -> Application:
+        """The task to measure. Raises InputError, FileError or CapabilityError."""
         from anabranch.tasks import check_metrics
 
-        found = self.prompts.application(self.metric)
-        if found is not None:
-            check_metrics(found.task.metrics)
-        if found is None and (self.metric or self.html is not None):
-            raise InputError(f"{'--metric' if self.metric else '--html'} needs --task; give both, or leave it out")
-        return found
+        application = self.prompts.application(self.metric)
+        assert application is not None
+        check_metrics(application.task.metrics)
+        return application
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeConfig:
+    """The options of ``bench shape``."""
+
+    shape: Annotated[
+        str,
+        typer.Argument(
+            metavar="SHAPE",
+            help="the size of the model: 135m, 7b, 13b or 33b",
+            autocompletion=completion.one_of("135m", "7b", "13b", "33b"),
+        ),
+    ]
+    width: Annotated[tuple[int, ...], typer.Option(metavar="N", help="verify N nodes in a step; repeatable")] = ()
+    batch: Annotated[tuple[int, ...], typer.Option(metavar="N", help="decode N rows at a time; repeatable")] = ()
+    context_tokens: Annotated[
+        tuple[int, ...], typer.Option("--context", metavar="N", help="hold N tokens in the KV cache; repeatable")
+    ] = ()
+    dtype: Annotated[str, LOADING["dtype"]] = "auto"
+    device: Annotated[str, LOADING["device"]] = "auto"
+    threads: Annotated[int | None, LOADING["threads"]] = None
+    repeats: Repeats = 1
+    out: Out = None
+    force: options.Force = False
+    as_json: options.AsJson = False
 
 
 @dataclass(frozen=True)
@@ -136,61 +220,62 @@ class Weights:
         return next(iter(self.loaded.values()))
 
 
-def refuse_all_but(allowed: Sequence[str], given: Mapping[str, str], why: str) -> None:
-    """Raise InputError for an option that has no effect; ``why`` starts the message."""
-    if useless := [written for name, written in given.items() if name not in allowed]:
-        raise InputError(f"{why}, so {useless[0]} has no effect; leave one of them out")
+def entries_of(config: Contenders, defaults: Sequence[str] | None = None) -> list[Entry]:
+    """The validated contenders; ``--quantize`` is the default kind of weights.
 
-
-def entries_of(config: BenchConfig) -> list[Entry]:
-    """The validated contenders; ``--quantize`` is the default kind of weights."""
+    defaults  the drafters besides plain decoding if none is named; None: every default method
+    """
     from anabranch.bench.entries import PLAIN, check_installed, quantised, read_entries
-    from anabranch.methods import AUTO, methods
+    from anabranch.methods import methods
     from anabranch.model.quantize import check_quantization
 
     kind = check_quantization(config.loading.quantize)
-    defaults = [AUTO] if config.rows else [method.name for method in methods() if method.default]
-    asked = config.asked or (PLAIN, *defaults)
-    asked = tuple(quantised(text, kind) for text in asked)
+    if defaults is None:
+        defaults = [method.name for method in methods() if method.default]
+    specs = [quantised(text, kind) for text in config.specs or (PLAIN, *defaults)]
     sampling = options.params(config.sampling)
     if config.peer and (sampling.min_p or sampling.repetition_penalty != 1):
         raise InputError("peers do not support --min-p and --repetition-penalty; leave out these or --peer")
-    entries = read_entries(asked, config.peer)
+    entries = read_entries(specs, config.peer)
     check_installed(entries)
     return entries
 
 
-def load(config: BenchConfig, wanted: Sequence[Quantization]) -> Weights:
+def load(config: Contenders, wanted: Sequence[Quantization]) -> Weights:
     """Load the target once for each kind of weights."""
-    found: dict[Quantization, Loaded] = {}
+    targets: dict[Quantization, Loaded] = {}
     seconds: dict[str, float] = {}
     for kind in wanted:
-        loaded = found[kind] = options.load(replace(config.loading, quantize=kind))
+        loaded = targets[kind] = options.load(replace(config.loading, quantize=kind))
         suffix = "" if kind == "none" else f" {kind}"
         seconds[f"load{suffix}"] = round(loaded.load_seconds, 3)
         seconds[f"pack{suffix}"] = round(loaded.pack_seconds, 3)
-    return Weights(found, seconds)
+    return Weights(targets, seconds)
 
 
-def encode(config: BenchConfig, prompts: Sequence[SuitePrompt], loaded: Loaded) -> list[Encoded]:
+def encode(prompts: Sequence[SuitePrompt], loaded: Loaded, *, raw: bool, max_new_tokens: int) -> list[Encoded]:
     """The prompts with their token ids. Raises InputError for one without tokens or too long for the model."""
     from anabranch.prompts import chat_ids
 
     longest, tokenizer = loaded.target.config.max_positions, loaded.target.tokenizer
-    encoded = [(prompt, chat_ids(tokenizer, prompt.asked, raw=config.prompts.raw)) for prompt in prompts]
+    encoded = [(prompt, chat_ids(tokenizer, prompt.asked, raw=raw)) for prompt in prompts]
     for prompt, ids in encoded:
         if not ids:
             raise InputError(f"the prompt {prompt.name} of the task {prompt.task} has no tokens; leave it out")
-        if len(ids) + config.max_new_tokens > longest:
+        if len(ids) + max_new_tokens > longest:
             raise InputError(
                 f"the prompt {prompt.name} of the task {prompt.task} has {len(ids)} tokens, too many for "
-                f"{config.max_new_tokens} more within the model's {longest}; shorten it, or lower --max-new-tokens"
+                f"{max_new_tokens} more within the model's {longest}; shorten it, or lower --max-new-tokens"
             )
     return list(encoded)
 
 
 def described(
-    config: BenchConfig, entries: Sequence[Entry], encoded: Sequence[Encoded], loaded: Loaded
+    config: Contenders,
+    prompts: options.Prompts,
+    entries: Sequence[Entry],
+    encoded: Sequence[Encoded],
+    loaded: Loaded,
 ) -> dict[str, Any]:
     """The description of the measurement, for the result file."""
     from anabranch.model.kernel_use import near_ties
@@ -202,8 +287,8 @@ def described(
         **({} if config.loading.lora is None else {"lora": config.loading.lora.name}),
         "fingerprint": loaded.target.fingerprint,
         "adapter": loaded.adapters[0].record.get("sha256") if loaded.adapters else None,
-        "suite": Path(config.prompts.task[0] if config.prompts.of_task else config.prompts.suite).name,
-        "tasks": list(config.prompts.task),
+        "suite": Path(prompts.task[0] if prompts.of_task else prompts.suite).name,
+        "tasks": list(prompts.task),
         "prompts": len(encoded),
         "prompts_sha256": hashlib.sha256(json.dumps([list(ids) for _, ids in encoded]).encode()).hexdigest(),
         "contenders": [[entry.name, without_folders(str(entry.spec)), entry.kind, entry.weights] for entry in entries],
@@ -214,7 +299,7 @@ def described(
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": sampling.seed,
-        "chat_template": not config.prompts.raw,
+        "chat_template": not prompts.raw,
         "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
         "repeats": config.repeats,
         "near_ties": near_ties(loaded.target.decoder),

@@ -1,22 +1,16 @@
-"""``anabranch bench --shape``: time the steps of a model of a given size with random weights."""
+"""``anabranch bench shape``: time the steps of a model of a given size with random weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
-from anabranch.cli.bench_config import BenchConfig, command, refuse_all_but
+from anabranch.cli.bench_config import ShapeConfig, command
 from anabranch.cli.layout import status_console
 
 __all__ = ["run"]
 
-# the options of --shape; all others are about prompts
-OPTIONS = (
-    *("shape", "width", "batch", "context_tokens", "dtype", "device", "threads", "repeats", "out", "force", "as_json"),
-)
 
-
-def run(config: BenchConfig, given: Mapping[str, str]) -> None:
+def run(config: ShapeConfig) -> None:
     """Measure, print the result, and write it to ``--out``."""
     import torch
 
@@ -28,15 +22,13 @@ def run(config: BenchConfig, given: Mapping[str, str]) -> None:
     from anabranch.support.files import check_output, write_atomically
     from anabranch.support.processor import set_threads
 
-    refuse_all_but(OPTIONS, given, "--shape decodes no prompts")
-    assert config.shape is not None
     if config.out is not None:
         check_output(beside(config.out, ".json"), force=config.force)
-    set_threads(config.loading.threads)
-    console, place = status_console(), resolve_device(config.loading.device)
+    set_threads(config.threads)
+    console, place = status_console(), resolve_device(config.device)
     found = measure_shape(
         config.shape,
-        dtype=resolve_dtype(config.loading.dtype) or torch.bfloat16,
+        dtype=resolve_dtype(config.dtype) or torch.bfloat16,
         device=place,
         rounds=ROUNDS * config.repeats,
         report=lambda what, done, total: console.print(f"{done}/{total} {what}") if what else None,

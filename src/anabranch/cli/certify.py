@@ -16,12 +16,11 @@ from anabranch.errors import InputError
 from anabranch.support.files import check_output, write_atomically
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from anabranch.certify import Certificate, Design, SamplingCertificate
     from anabranch.loading import Loaded
     from anabranch.methods import Spec
     from anabranch.prompts import Asked
+    from anabranch.support.table import Table
 
 __all__ = ["CertifyConfig", "DistributionTest", "certify"]
 
@@ -189,23 +188,23 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
 
 def _table(found: SamplingCertificate) -> Table:
     """One row for each test of the drafter, with the p-value of the wrong rule beside it."""
-    from anabranch.bench.report import plain_table
     from anabranch.certify import DRAFTER
+    from anabranch.support.table import Table
 
-    table = plain_table(f"{found.samples:,} samples per arm and context")
-    for title in ("context", "tokens", "cells", "chi-square", "p", "total\nvariation", "noise", "wrong rule's\np"):
-        table.add_column(title, justify="right")
+    titles = ("context", "tokens", "cells", "chi-square", "p", "total\nvariation", "noise", "wrong rule's\np")
     wrong = {(each.context, each.tokens): each for each in found.findings if each.arm != DRAFTER}
-    for each in found.findings:
-        if each.arm == DRAFTER:
-            table.add_row(
-                f"{each.context + 1}",
-                each.tokens,
-                f"{len(each.cells)}",
-                f"{each.test.statistic:.1f}",
-                f"{each.test.p_value:.2g}",
-                f"{each.total_variation:.4f}",
-                f"{each.noise:.4f}",
-                f"{wrong[each.context, each.tokens].test.p_value:.2g}",
-            )
-    return table
+    rows = [
+        (
+            each.context + 1,
+            each.tokens,
+            len(each.cells),
+            f"{each.test.statistic:.1f}",
+            f"{each.test.p_value:.2g}",
+            f"{each.total_variation:.4f}",
+            f"{each.noise:.4f}",
+            f"{wrong[each.context, each.tokens].test.p_value:.2g}",
+        )
+        for each in found.findings
+        if each.arm == DRAFTER
+    ]
+    return Table(titles, rows, f"{found.samples:,} samples per arm and context", left=0)

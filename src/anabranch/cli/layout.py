@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from anabranch.cli.wrapping import wrapped
+from anabranch.support.table import Table, one_line
 
 __all__ = ["fact_lines", "fits", "output", "print_facts", "print_tables", "say", "status_console"]
 
@@ -64,7 +64,7 @@ def fact_lines(facts: Mapping[str, str], names: int, width: int) -> Iterator[str
 
 def fits(table: Table, console: Console) -> bool:
     """Return whether a table is shown whole at the console's width."""
-    return bool(Console(width=UNBOUNDED).measure(table).maximum <= console.width)
+    return bool(Console(width=UNBOUNDED).measure(table.terminal()).maximum <= console.width)
 
 
 def print_tables(tables: Sequence[Table], console: Console | None = None) -> None:
@@ -72,27 +72,19 @@ def print_tables(tables: Sequence[Table], console: Console | None = None) -> Non
     console = console or output()
     for table in tables:
         if fits(table, console):
-            console.print(table)
+            console.print(table.terminal())
         else:
             _print_rows(table, console)
 
 
 def _print_rows(table: Table, console: Console) -> None:
     """Print each row under its first cell, with one line per column."""
-    if table.title:
-        console.print(Text(f"{table.title}", style="bold"), soft_wrap=True)
-    first, *others = table.columns
-    titles = [_words(column.header) for column in others]
-    cells = [[_words(cell) for cell in column.cells] for column in others]
+    if table.caption:
+        console.print(Text(table.caption, style="bold"), soft_wrap=True)
+    titles = [one_line(title) for title in table.titles[1:]]
     names = max(map(len, titles)) + 2
-    for row, name in enumerate(first.cells):
-        console.print(Text(_words(name), style="bold"), soft_wrap=True)
-        facts = {f"  {title}": column[row] for title, column in zip(titles, cells, strict=True)}
+    for name, *cells in table.rows:
+        console.print(Text(one_line(str(name)), style="bold"), soft_wrap=True)
+        facts = {f"  {title}": " ".join(str(cell).split()) for title, cell in zip(titles, cells, strict=False)}
         for line in fact_lines(facts, names, console.width):
             console.print(Text(line), soft_wrap=True)
-
-
-def _words(cell: object) -> str:
-    """A cell's text on one line."""
-    text = cell.plain if isinstance(cell, Text) else str(cell)
-    return " ".join(text.replace("/\n", "/").split())

@@ -162,19 +162,19 @@ def _capabilities(model: str | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in found]))
         return
-    from rich.table import Table
-
     from anabranch.cli.layout import output, print_tables, say
+    from anabranch.support.table import Table
 
     reasons = list(dict.fromkeys(cell.reason for row in found for cell in row.cells.values() if not cell))
     titles = [name.replace(", ", "\n") for name in found[0].cells]
-    table = Table("drafter", "follows\nload", *titles, "made by", box=None, pad_edge=False)
+    rows = []
     for row in found:
         cells = ["yes" if cell else f"no ({reasons.index(cell.reason) + 1})" for cell in row.cells.values()]
         made = f"train {row.trained}" if row.trained else ""
-        table.add_row(row.drafter, "yes" if row.adaptive else "no", *cells, made)
+        rows.append((row.drafter, "yes" if row.adaptive else "no", *cells, made))
+    titles = ["drafter", "follows\nload", *titles, "made by"]
     console = output()
-    print_tables([table], console)
+    print_tables([Table(titles, rows, left=len(titles))], console)
     console.print()
     for number, reason in enumerate(reasons, 1):
         say(f"({number}) {reason}")

@@ -48,8 +48,8 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as
     """List the engines: what each is, whether it is installed, and its size on disk."""
     from anabranch.bench.peers.catalogue import ENVIRONMENTS, PEERS
     from anabranch.bench.peers.environments import status
-    from anabranch.bench.report import plain_table
     from anabranch.cli.layout import print_tables
+    from anabranch.support.table import Table
 
     standing = {name: status(name) for name in ENVIRONMENTS}
     records: list[dict[str, Any]] = []
@@ -69,9 +69,7 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as
     if as_json:
         print(json.dumps(records))
         return
-    table = plain_table()
-    for title in ("peer", "what it is", "installed"):
-        table.add_column(title)
+    rows = []
     for record in records:
         if record["environment"] is None:
             state = "comes with anabranch"
@@ -81,8 +79,8 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as
             )
         else:
             state = "no"
-        table.add_row(record["name"], record["summary"], state)
-    print_tables([table])
+        rows.append((record["name"], record["summary"], state))
+    print_tables([Table(("peer", "description", "installed"), rows, left=3)])
 
 
 @app.command()

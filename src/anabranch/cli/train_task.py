@@ -46,11 +46,12 @@ class TaskConfig:
                 raise InputError(f"--{name.replace('_', '-')} needs --task; give both, or leave it out")
 
     def words(self) -> list[str]:
-        """The options with which ``bench`` decodes the test rows; empty without --task."""
-        named = {"--task": self.task, "--data": self.data}
-        named |= {"--prompt-template": self.prompt_template, "--completion": self.completion}
+        """The words after ``bench`` that decode the test rows; empty without --task."""
+        if self.task is None:
+            return []
+        named = {"--data": self.data, "--prompt-template": self.prompt_template, "--completion": self.completion}
         given = [str(word) for option, value in named.items() if value is not None for word in (option, value)]
-        return [*given, *(["--raw"] if self.raw and given else [])]
+        return ["task", self.task, *given, *(["--raw"] if self.raw else [])]
 
     def read(self) -> TaskData | None:
         """The rows, before a model is loaded; None without --task. Raises InputError or FileError."""

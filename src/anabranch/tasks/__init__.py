@@ -1,6 +1,6 @@
 """Applications: a prompt template, the field of the completion, and metrics of quality; known ones and your own files.
 
-This room handles text only. ``bench --task`` measures quality and speed, ``train --task`` learns from the completions.
+This room handles text only. ``bench task`` measures quality and speed, ``train --task`` learns from the completions.
 """
 
 from anabranch.tasks.catalogue import TASKS, find_task

@@ -5,6 +5,7 @@
                                     -> {"ok": true, "ids": [...], "seconds": s, "first_token_seconds": s or null}
     {"op": "batch", "prompts": [[...], ...], "max_new_tokens": N, ...}
                                     -> {"ok": true, "ids": [[...], ...], "seconds": s, "step_seconds": [...]}
+                                       step_seconds[i]: when all rows had their i-th new token
     {"op": "quit"}
     any request that fails                            -> {"ok": false, "error": "..."}
 
@@ -25,14 +26,13 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Any, NoReturn, TypeGuard
 
-from anabranch.bench.contenders import Run
+from anabranch.bench.contenders import Prompts, Run, Served
 from anabranch.errors import AnabranchError, InputError
 from anabranch.sampling import SamplingParams
 
-__all__ = ["Batch", "Peer", "PeerError"]
+__all__ = ["Peer", "PeerError"]
 
 _QUIT_SECONDS = 5.0
 _TAIL_LINES, _TAIL_BYTES = 3, 4000
@@ -40,18 +40,6 @@ _TAIL_LINES, _TAIL_BYTES = 3, 4000
 
 class PeerError(AnabranchError):
     """A peer that could not be started, or gave no valid answer."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The result of decoding a batch: new token ids by prompt, seconds of the call, and seconds to each token.
-
-    ``step_seconds[i]`` is the time at which all rows had their i-th new token.
-    """
-
-    token_ids: list[list[int]]
-    seconds: float
-    step_seconds: list[float]
 
 
 class Peer:
@@ -125,9 +113,22 @@ class Peer:
         if not _duration(seconds) or not (first is None or (_duration(first) and first <= seconds)):
             self._fail(f"sent an invalid answer: its times are {seconds!r} s, and {first!r} s to the first token")
         self._remember_peak(reply)
-        return Run(tokens, seconds, first_token_seconds=first)
+        arrivals = [] if first is None else [(first, 1), (seconds, len(tokens) - 1)]
+        return Run(tokens, seconds, [(at, count) for at, count in arrivals if count])
 
-    def batch(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> Batch:
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
+        """Decode one prompt, or several in batches of ``rows``, each of which starts after the previous one has ended.
+
+        Raises PeerError as ``decode`` and ``batch`` do.
+        """
+        if len(prompts) == 1:
+            run = self.decode(prompts[0], max_new_tokens=max_new_tokens)
+            return Served([run], run.seconds)
+        starts = range(0, len(prompts), rows)
+        batches = [self.batch(prompts[start : start + rows], max_new_tokens=max_new_tokens) for start in starts]
+        return Served([run for batch in batches for run in batch.runs], sum(batch.seconds for batch in batches))
+
+    def batch(self, prompts: Prompts, *, max_new_tokens: int) -> Served:
         """Decode a batch. Raises PeerError if that is not supported, or for an incomplete or invalid answer."""
         if not prompts or not all(map(len, prompts)) or max_new_tokens < 1:
             raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
@@ -142,7 +143,9 @@ class Peer:
         if len(steps) < max(map(len, found)) or any(a > b for a, b in zip(steps, [*steps[1:], seconds], strict=True)):
             self._fail(f"sent an invalid answer: the times of its {len(steps)} steps do not match its tokens")
         self._remember_peak(reply)
-        return Batch(found, seconds, steps)
+        times = [steps[: len(tokens)] for tokens in found]
+        runs = [Run(ids, at[-1] if at else seconds, [(t, 1) for t in at]) for ids, at in zip(found, times, strict=True)]
+        return Served(runs, seconds)
 
     def _checked(self, tokens: Any, max_new_tokens: int) -> list[int]:
         """The new tokens of one prompt, validated."""

@@ -1,0 +1,285 @@
+"""``anabranch bench run`` and ``bench task``: one prompt at a time, decoded by all contenders in rotating order."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from anabranch.cli import options
+from anabranch.cli.bench_config import (
+    Files,
+    RunConfig,
+    TaskConfig,
+    Weights,
+    command,
+    described,
+    encode,
+    entries_of,
+    load,
+)
+from anabranch.cli.layout import status_console
+from anabranch.cli.options import check_at_least
+from anabranch.errors import CapabilityError, InputError
+from anabranch.support.interrupt import INTERRUPTED
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from anabranch.bench.application import Application
+    from anabranch.bench.session import Session
+
+__all__ = ["decode", "run", "stop_unmeasured"]
+
+LONGEST = 400  # characters of a prompt that are shown in a terminal
+
+
+def run(config: RunConfig | TaskConfig) -> None:
+    """Check the options before loading, measure, print the result, and write it to ``--out``."""
+    from anabranch.bench.entries import plain_of
+    from anabranch.bench.recordings import Recordings, recorded_places
+    from anabranch.bench.session import Session
+    from anabranch.model.quantize import QUANTIZATIONS
+
+    contenders, files = config.contenders, config.files
+    if isinstance(config, RunConfig) and config.prompts.of_task:
+        task = config.prompts.task[0]
+        raise InputError(f"--task needs --suite; measure the application {task!r} with 'bench task {task}'")
+    entries = entries_of(contenders)
+    _check(config)
+    places = {}
+    if files.trace is not None:
+        places = recorded_places(files.trace, entries, resume=files.resume, force=files.force)
+    application = config.application() if isinstance(config, TaskConfig) else None
+    prompts = config.prompts.read() if application is None else application.prompts
+    weights = load(
+        contenders, [k for k in QUANTIZATIONS if k == "none" or any(entry.weights == k for entry in entries)]
+    )
+    encoded = encode(prompts, weights.first, raw=config.prompts.raw, max_new_tokens=contenders.max_new_tokens)
+    description = described(contenders, config.prompts, entries, encoded, weights.first)
+    described_run = description | {"baseline": plain_of(entries, "none")}
+    shown = config.examples if isinstance(config, TaskConfig) else 0
+    if application is not None:
+        described_run["application"] = application.described() | {"examples": shown}
+    recorded = {name: value for name, value in description.items() if name not in ("contenders", "repeats")}
+    recordings = Recordings(places, {entry.name: entry.spec for entry in entries}, recorded)
+    console = status_console()
+    with Session(
+        described_run,
+        entries,
+        encoded,
+        weights.loaded,
+        options.params(contenders.sampling),
+        console.print,
+        recordings,
+        shown,
+    ) as session:
+        interrupted = _measure(session, files, console)
+        result = session.result(command()) | {"load_seconds": weights.load_seconds}
+    if application is not None:
+        _score(result, session, application, weights)
+    written = [] if files.out is None else _write(result, files.out, figures=files.figures)
+    if application is not None and isinstance(config, TaskConfig) and config.html is not None:
+        written.append(_write_page(config.html, result, session, application))
+    if session.complete:
+        session.forget()
+    if files.as_json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+        if application is not None:
+            _show_examples(session, application)
+    for path in [*written, *recordings.written]:
+        console.print(f"wrote {path}")
+    if interrupted:
+        again = "add --resume to continue" if files.out is not None else "give --out FILE to be able to resume"
+        kept = "the results so far are kept: " if files.out is not None else ""
+        console.print(f"stopped after {result['prompts_done']} of {len(encoded)} prompts; {kept}{again}")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _check(config: RunConfig | TaskConfig) -> None:
+    """Check numbers and files. Raises InputError or FileError."""
+    from anabranch.bench.journal import Journal
+    from anabranch.support.files import check_output, check_writable
+    from anabranch.support.plots import check_matplotlib
+
+    files = config.files
+    if (files.figures or files.resume) and files.out is None:
+        option = "--figures" if files.figures else "--resume"
+        raise InputError(f"{option} needs --out FILE, since its files are next to it")
+    check_at_least(1, max_new_tokens=config.contenders.max_new_tokens, repeats=config.contenders.repeats)
+    if isinstance(config, TaskConfig):
+        check_at_least(0, examples=config.examples)
+        if config.html is not None:
+            check_output(config.html, force=files.force or files.resume, what="the page", option="--html")
+    if files.figures:
+        check_matplotlib("or leave out --figures")
+    if files.out is not None:
+        check_writable(files.out)
+        Journal.check(files.out, resume=files.resume, force=files.force)
+        for path in _results(files.out, figures=files.figures):
+            check_output(path, force=files.force or files.resume)
+
+
+def _measure(session: Session, files: Files, console: Console) -> bool:
+    """Serve all loads; returns whether that was interrupted. Raises CapabilityError if every contender failed."""
+    interrupted = False
+    try:
+        session.prepare(files.out, resume=files.resume)
+        session.open()
+        decode(session, console, "prompts")
+    except KeyboardInterrupt:
+        if not session.done:
+            session.forget()
+            raise
+        interrupted = True
+    if len(session.failed) == len(session.entries) and not files.resume:  # else earlier results may be useful
+        session.forget()
+    stop_unmeasured(session)
+    return interrupted
+
+
+def stop_unmeasured(session: Session) -> None:
+    """Raise CapabilityError if every contender failed."""
+    if len(session.failed) == len(session.entries):
+        why = "; ".join(f"{name}: {error}" for name, error in session.failed.items())
+        raise CapabilityError(f"no contender could be measured ({why})")
+
+
+def decode(session: Session, console: Console, loads: str) -> None:
+    """Serve all loads, which are called ``loads``, showing progress and the estimated time left."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    already, began = len(session.done), time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(loads))
+    # loads take seconds to minutes, so the estimate is based on all of them
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        speed_estimate_period=1e9,
+        disable=not console.is_terminal,  # in a log, one line per load instead
+    )
+    with bar:
+        line = bar.add_task("", total=len(session.loads), completed=already)
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(line, completed=done, description=what)
+            if not what and not console.is_terminal:
+                left = (time.perf_counter() - began) / (done - already) * (total - done)
+                console.print(f"{done}/{total} {loads}, about {left / 60:.1f} minutes left")
+
+        session.decode(report)
+
+
+# -- what is written -----------------------------------------------------------------------------------------------
+def _results(out: Path, *, figures: bool) -> list[Path]:
+    """The files that a run writes, as far as they are known in advance, and the figures that it may replace."""
+    from anabranch.bench.journal import FORMATS, beside
+
+    files = [beside(out, suffix) for suffix in FORMATS]
+    if figures and out.parent.is_dir():
+        stem = beside(out, ".").name
+        files += sorted(
+            path for path in out.parent.iterdir() if path.name.startswith(stem) and path.suffix in (".png", ".svg")
+        )
+    return files
+
+
+def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
+    from anabranch.bench.figures import save_figures
+    from anabranch.bench.journal import beside
+    from anabranch.bench.report import markdown, sheet
+    from anabranch.support.files import write_atomically
+
+    drawn = save_figures(result, out) if figures else []
+    texts = {
+        ".json": json.dumps(result, indent=1) + "\n",
+        ".csv": sheet(result).csv(),
+        ".md": markdown(result, [path.name for path in drawn if path.suffix == ".png"]),
+    }
+    for suffix, text in texts.items():
+        write_atomically(beside(out, suffix), text)
+    return [*(beside(out, suffix) for suffix in texts), *drawn]
+
+
+def _show(result: dict[str, Any]) -> None:
+    from anabranch.bench.report import DETAILS, heading, tables_of
+    from anabranch.bench.verdict import short_table, verdict
+    from anabranch.cli.layout import fits, output, print_tables
+
+    show, contenders = output(), result["contenders"]
+    show.print(f"{verdict(contenders)}.\n")
+    print_tables([short_table(contenders, show.width)], show)
+    show.print()
+    for sentence in heading(result):
+        show.print(sentence)
+    hidden = 0
+    for table in tables_of(result):
+        if table.caption in DETAILS and not fits(table, show):
+            hidden += 1
+        else:
+            show.print()
+            print_tables([table], show)
+    if hidden:
+        show.print("\nA wider terminal shows more columns, and --out FILE writes all of them to FILE.md.")
+
+
+# -- tasks ---------------------------------------------------------------------------------------------------------
+def _score(result: dict[str, Any], session: Session, application: Application, weights: Weights) -> None:
+    """Add quality and extra parameters to the contenders of a result."""
+    from anabranch.bench.quality import add_quality, extra_parameters
+
+    tokenizer = session.target.tokenizer
+
+    def text(ids: Any) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    add_quality(result["contenders"], session.answers(), application, text, baseline=session.baseline)
+    entries = {entry.name: entry for entry in session.entries}
+    for record in result["contenders"]:
+        entry = entries[record["name"]]
+        if entry.kind == "ours":
+            record["extra_parameters"] = extra_parameters(entry.spec, weights.loaded[entry.weights])
+
+
+def _write_page(path: Path, result: dict[str, Any], session: Session, application: Application) -> Path:
+    """Write the tables and the examples as a web page; returns its path."""
+    from anabranch.bench.task_page import task_page
+    from anabranch.support.files import write_atomically
+
+    write_atomically(path, task_page(result, application, session.examples(), session.target.tokenizer))
+    return path
+
+
+def _show_examples(session: Session, application: Application) -> None:
+    """Print the examples: prompt, reference, and the completion of each contender that drafts."""
+    from anabranch.cli.layout import output
+    from anabranch.cli.show import Marker, for_stdout
+    from anabranch.cli.wrapping import wrapped
+    from anabranch.decoding.stats import Stats
+
+    console = output()
+    for index, answers in enumerate(session.examples()):
+        row = application.rows[index]
+        prompt = textwrap.shorten(row.prompt, LONGEST, placeholder=" ...")
+        console.print()
+        console.print(for_stdout(f"Example {row.name}: {prompt}"))
+        console.print(for_stdout(f"reference: {row.references[0]}"))
+        for name, answer in answers.items():
+            if not any(one.rejected or len(one.tokens) > 1 for one in answer.passes):
+                continue
+            marker = Marker(session.target.tokenizer)
+            last = len(answer.passes) - 1
+            text = "".join(
+                marker.tokens(one.tokens, one.sources, last=place == last) for place, one in enumerate(answer.passes)
+            )
+            stats = answer.stats or Stats()
+            # not the console's print, which would count the colours as characters
+            print(wrapped(f"{name} (mean acceptance length {stats.mean_acceptance_length:.2f}): {text}"))
+            print(marker.legend(stats))
