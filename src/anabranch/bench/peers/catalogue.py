@@ -35,7 +35,7 @@ class PeerSpec:
     fixed        fixed settings for the server, in addition to the options
     options      the options of its name, and their parsers
     devices      the supported devices
-    batches      whether its server decodes several prompts at a time, for ``bench --rows``
+    batches      whether its server decodes several prompts at a time, for ``bench load``
     """
 
     name: str
