@@ -9,6 +9,8 @@ the tasks sql, e2e and dialogsum. The adapter that ships comes first.
     python research/acceptance_by_kind.py --data DIR --adapter FOLDER --out benchmarks/acceptance-by-kind-DATE.json
     python research/acceptance_by_kind.py --data DIR --drafter streams:tree=8 --drafter streams:tree=8+quantized_draft \
         --out benchmarks/decoded-by-kind-DATE.json
+    python research/acceptance_by_kind.py --data DIR --model qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --quantize int4 \
+        --drafter streams:tree=8 --limit 20 --new 96 --out benchmarks/decoded-by-kind-qwen2.5-coder-0.5b-DATE.json
 """
 
 from __future__ import annotations
@@ -69,16 +71,17 @@ def completed(data: Path, limit: int, new: int, seed: int) -> dict[str, list[Exa
     return found
 
 
-def decoded(data: Path, limit: int, new: int, seed: int, drafters: list[str]) -> list[dict[str, Any]]:
+def decoded(args: argparse.Namespace) -> list[dict[str, Any]]:
     """By drafter and kind: tokens per target pass, and on how many prompts the tokens are those of plain decoding."""
+    drafters: list[str] = args.drafter
     counts: dict[str, dict[str, list[int]]] = {drafter: {} for drafter in drafters}
-    with anabranch.load("default") as model:
-        for kind, texts in kinds(data, limit, seed):
+    with anabranch.load(args.model, quantize=args.quantize) as model:
+        for kind, texts in kinds(args.data, args.limit, args.seed):
             for text in texts:
-                prompt = chat_ids(model.tokenizer, text, model="default")
-                plain = model.generate(prompt, max_new_tokens=new, drafter="none")
+                prompt = chat_ids(model.tokenizer, text, model=args.model)
+                plain = model.generate(prompt, max_new_tokens=args.new, drafter="none")
                 for drafter in drafters:
-                    found = model.generate(prompt, max_new_tokens=new, drafter=drafter)
+                    found = model.generate(prompt, max_new_tokens=args.new, drafter=drafter)
                     seen = counts[drafter].setdefault(kind, [0, 0, 0])
                     for place, value in enumerate(
                         (len(found.token_ids), found.stats.steps, found.token_ids == plain.token_ids)
@@ -116,6 +119,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--adapter", type=Path, action="append", default=[], help="an adapter folder; may be repeated")
     parser.add_argument("--drafter", action="append", help="decode with this drafter instead; may be repeated")
+    parser.add_argument("--model", default="default", help="of --drafter")
+    parser.add_argument("--quantize", default="none", help="of --drafter")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each kind")
     parser.add_argument("--new", type=int, default=128, help="new tokens per prompt")
     parser.add_argument("--nodes", type=int, action="append", help="nodes of a tree (default: 8)")
@@ -129,7 +134,7 @@ def main() -> None:
         "new_tokens": args.new,
     }
     if args.drafter:
-        result["decoded"] = decoded(args.data, args.limit, args.new, args.seed, args.drafter)
+        result["decoded"] = decoded(args)
     else:
         result |= predicted(args, nodes)
     result["environment"] = environment(torch.device("cpu"))
