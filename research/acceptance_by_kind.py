@@ -37,7 +37,7 @@ from anabranch.support.jsonfiles import read_rows
 from anabranch.tasks.catalogue import TASKS
 from anabranch.tasks.rows import rows_of, sample
 from anabranch.train.arithmetic import learner_of
-from anabranch.train.job import packed_copy
+from anabranch.train.fit import packed_copy
 
 SUITES = ("spec_bench", "mt_bench", "humaneval")
 

@@ -28,7 +28,7 @@ from anabranch.bench.task_table import collect
 from anabranch.errors import AnabranchError, InputError
 from anabranch.model.peft import WEIGHTS as LORA_WEIGHTS
 from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
-from anabranch.train.lora_job import RECORD
+from anabranch.train.lora import RECORD
 
 PLAIN = "lora"  # the form that all others are compared with
 FREE = "prompt_lookup"

@@ -17,8 +17,9 @@ from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
-from anabranch.methods.medusa.joint import JointObjective, MedusaLoss
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads
+from anabranch.methods.medusa.recipes import MedusaLoss
+from anabranch.methods.medusa.trained import medusa_objective
 from anabranch.methods.terms import fresh_terms, layers_of
 from anabranch.methods.tuning import export_tuned, save_tuned, tuned_pass
 from anabranch.model.load import load_target
@@ -60,7 +61,7 @@ def test_training_lowers_the_loss_of_both() -> None:
     texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
     torch.manual_seed(0)
     module = MedusaModule(target.config, MedusaConfig(3, lora_rank=4), None)
-    objective, batch = JointObjective(target, module, MedusaLoss()), Batch.of(texts)
+    objective, batch = medusa_objective(target, module, MedusaLoss()), Batch.of(texts)
     assert len(list(objective.segments(batch))) == 1
     before, frozen = objective.evaluate(texts), objective.freeze(batch)
     losses = joint_losses(objective, module, batch, frozen, steps=30, lr=1e-2)
@@ -72,7 +73,7 @@ def test_training_lowers_the_loss_of_both() -> None:
 def test_the_target_learns_the_last_token_too() -> None:
     target = small()
     module = MedusaModule(target.config, MedusaConfig(1, lora_rank=2), None)
-    objective = JointObjective(target, module, MedusaLoss(soft=0.0, heads=1e-6))
+    objective = medusa_objective(target, module, MedusaLoss(soft=0.0, heads=1e-6))
     losses = []
     for last in (5, 9):
         batch = Batch.of([Example(tuple(prompt(5, 1)), (*prompt(4, 2), last))])
@@ -98,8 +99,8 @@ def test_heads_of_the_frozen_target_are_where_it_begins() -> None:
 
 
 def test_what_cannot_be_tuned() -> None:
-    def objective(target: Any) -> JointObjective:
-        return JointObjective(target, MedusaModule(target.config, MedusaConfig(2, lora_rank=2), None), MedusaLoss())
+    def objective(target: Any) -> Any:
+        return medusa_objective(target, MedusaModule(target.config, MedusaConfig(2, lora_rank=2), None), MedusaLoss())
 
     with pytest.raises(CapabilityError, match="family 'gpt2' cannot be written as a model folder"):
         objective(small("gpt2"))

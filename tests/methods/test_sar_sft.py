@@ -16,10 +16,11 @@ import anabranch
 from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
-from anabranch.methods.space.joint import JointMaskObjective
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
+from anabranch.methods.space.trained import mask_objective
 from anabranch.methods.terms import LayerTuning
+from anabranch.methods.tuning import TunedObjective
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
 from small import decode, joint_losses, prompt, randomise, request, small
@@ -48,12 +49,13 @@ def test_the_masks_that_are_trained_are_those_of_the_tuned_target(case: str) -> 
     alone = MaskModule(target.config, MaskConfig(3))
     alone.load_state_dict({n: x for n, x in module.state_dict().items() if not n.startswith("tuning.")})
     batch = Batch.of(TEXTS)
-    joint = JointMaskObjective(target, module, MaskLossOptions(stride=1))
+    joint = mask_objective(target, module, MaskLossOptions(stride=1))
+    assert isinstance(joint, TunedObjective)
     wanted = MaskObjective(merged, alone, MaskLossOptions(stride=1), segment=64)
     (segment,) = joint.segments(batch)
     found = [
         each.states(each.freeze(batch), batch.tokens_BT, segment.positions_BP)[segment.real_BP]
-        for each in (joint, wanted)
+        for each in (joint.drafts, wanted)
     ]
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
     joint.loss(batch, joint.freeze(batch), segment).loss.backward()  # type: ignore[no-untyped-call]
@@ -66,14 +68,14 @@ def test_the_loss_is_that_of_the_target_and_of_the_masks() -> None:
     batch = Batch.of(TEXTS)
 
     def value(**options: float) -> tuple[float, torch.Tensor]:
-        objective = JointMaskObjective(target, module, MaskLossOptions(soft=0.0, stride=1, **options))
+        objective = mask_objective(target, module, MaskLossOptions(soft=0.0, stride=1, **options))
         (segment,) = objective.segments(batch)
         scores = objective.loss(batch, objective.freeze(batch), segment)
         return scores.loss.item(), scores.count_S
 
     (once, count_S), (twice, _), (nearly_none, _) = value(masks=1.0), value(masks=2.0), value(masks=1e-9)
     assert twice - once == pytest.approx(once - nearly_none, rel=1e-4)
-    joint = JointMaskObjective(target, module, MaskLossOptions(soft=0.0, stride=1))
+    joint = mask_objective(target, module, MaskLossOptions(soft=0.0, stride=1))
     (segment,) = joint.segments(batch)
     # the last token of a text has no token after the next for the first mask
     assert float(count_S[0]) == float(segment.real_BP.sum()) - len(TEXTS)
@@ -98,7 +100,7 @@ def test_training_lowers_the_loss_of_both_and_raises_acceptance() -> None:
     torch.manual_seed(0)
     module = MaskModule(target.config, MaskConfig(2, lora_rank=4))
     start_from_target(target, module)
-    objective, batch = JointMaskObjective(target, module, MaskLossOptions(stride=1)), Batch.of(texts)
+    objective, batch = mask_objective(target, module, MaskLossOptions(stride=1)), Batch.of(texts)
     before, frozen = objective.evaluate(texts), objective.freeze(batch)
     losses = joint_losses(objective, module, batch, frozen, steps=40, lr=5e-3)
     assert losses[-1] < 0.8 * losses[0]
@@ -119,7 +121,7 @@ def test_masks_of_the_frozen_target_are_where_it_begins() -> None:
 def test_what_is_refused() -> None:
     target = small("gpt2")
     with pytest.raises(CapabilityError, match="family 'gpt2' cannot be written as a model folder"):
-        JointMaskObjective(target, MaskModule(target.config, MaskConfig(2, lora_rank=2)), MaskLossOptions())
+        mask_objective(target, MaskModule(target.config, MaskConfig(2, lora_rank=2)), MaskLossOptions())
     with pytest.raises(InputError, match="lora_rank must be a whole number from 0 to 1024, got 2000"):
         MaskConfig(2, lora_rank=2000)
     with pytest.raises(InputError, match="masks must be greater than 0, got 0"):

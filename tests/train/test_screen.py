@@ -49,7 +49,7 @@ def test_two_lines_on_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
     said = text.getvalue()
     first, second = said.replace("\x1b[?25h", "").splitlines()[-2:]
     assert first.endswith("step 11,000/12,000 92%, 12,346 tokens/s, 10:00:00 left")
-    assert second == "loss 11.235, held-out 2.25 tokens/pass (+0.25)"
+    assert second == "loss 11.235, held-out mean acceptance length 2.25 (+0.25)"
     assert "the loss does not fall" in said
     assert "…" not in said, "nothing is cut"
 
@@ -66,7 +66,7 @@ def test_plain_lines_in_a_pipe(capfd: pytest.CaptureFixture[str], monkeypatch: p
     assert re.fullmatch(r"[\d,]+ tokens/s in the first 3 steps: about [\d:]+ for the other 97", lines.pop(1))
     assert [line.split()[1].partition("/")[0] for line in lines] == ["1", "31", "50", "80", "100"]
     assert lines[0].endswith("left, loss 11.235, held-out not evaluated yet")
-    assert lines[-1].endswith("held-out 1.50 tokens/pass")
+    assert lines[-1].endswith("held-out mean acceptance length 1.50")
     assert "\x1b" not in "".join(lines)
 
 

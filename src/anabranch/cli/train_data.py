@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataConfig",
+    "OwnDataConfig",
     "check_data_options",
     "licences_of",
     "read_examples",
@@ -31,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The options that say what to learn from."""
+    """The options that say what to learn from: completions, a text, or the rows of a task."""
 
     answers: Annotated[
         Path | None, typer.Option(metavar="FILE", help="train on the JSONL that 'train answers' wrote")
@@ -40,6 +41,22 @@ class DataConfig:
         Path | None, typer.Option(metavar="FILE", help="train on a text file, or JSONL with a field 'text', instead")
     ] = None
     of_task: TaskConfig = field(default=TaskConfig())
+
+    @property
+    def self_written(self) -> bool:
+        """Whether the target writes the data."""
+        return False
+
+    @property
+    def own_prompts(self) -> Path | None:
+        """The prompts of the user to evaluate on."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnDataConfig(DataConfig):
+    """The same, for what learns the target's own completions: the target can write them."""
+
     self_tokens: Annotated[
         int | None,
         typer.Option(
@@ -61,6 +78,11 @@ class DataConfig:
         """Whether the target writes the data."""
         return self.answers is None and self.text is None and self.of_task.task is None
 
+    @property
+    def own_prompts(self) -> Path | None:
+        """The prompts of the user to evaluate on."""
+        return self.evaluate
+
 
 def check_data_options(config: DataConfig, out: Path) -> None:
     """Check the options and their files, before a model is loaded. Raises InputError or FileError."""
@@ -76,18 +98,17 @@ def check_data_options(config: DataConfig, out: Path) -> None:
         if config.of_task.task is None:
             check_data(config.answers, config.text)
         for name in ("self_tokens", "self_rows", "self_temperature"):
-            if getattr(config, name) is not None:
+            if getattr(config, name, None) is not None:
                 raise InputError(
                     f"--{name.replace('_', '-')} is for data that the model writes itself; leave it out, or give "
                     "none of --answers, --text and --task"
                 )
-    if config.evaluate is not None:
-        if not config.evaluate.is_file():
+    if (prompts := config.own_prompts) is not None:
+        if not prompts.is_file():
             raise FileError(
-                f"there is no file {config.evaluate}; give --evaluate a JSONL file with a field 'prompt' or 'messages' "
-                "per line"
+                f"there is no file {prompts}; give --evaluate a JSONL file with a field 'prompt' or 'messages' per line"
             )
-        check_out(_own(out), config.evaluate)
+        check_out(_own(out), prompts)
 
 
 def _check_task(config: DataConfig) -> None:
@@ -99,11 +120,11 @@ def _check_task(config: DataConfig) -> None:
         return
     if config.answers is not None or config.text is not None:
         raise InputError(f"--task and --{'text' if config.text else 'answers'} are both data to learn from; give one")
-    if config.evaluate is not None:
+    if config.own_prompts is not None:
         raise InputError("--task evaluates on its own validation rows, so --evaluate has no effect; leave it out")
 
 
-def with_new_data(config: DataConfig, options: Any, given: dict[str, Any]) -> dict[str, Any]:
+def with_new_data(config: OwnDataConfig, options: Any, given: dict[str, Any]) -> dict[str, Any]:
     """A recipe's values for self-written data: one epoch unless ``given``, since new answers teach more than old ones.
 
     ``options`` are the names that the recipe has.
@@ -114,7 +135,7 @@ def with_new_data(config: DataConfig, options: Any, given: dict[str, Any]) -> di
     return {**{name: value for name, value in once.items() if name in options}, **given}
 
 
-def self_data(config: DataConfig, seed: int) -> SelfData:
+def self_data(config: OwnDataConfig, seed: int) -> SelfData:
     """What the target writes. Raises InputError for a value out of range."""
     from anabranch.train.self_data import SelfData
 
@@ -123,19 +144,20 @@ def self_data(config: DataConfig, seed: int) -> SelfData:
 
 
 def write_data(
-    target: Target, config: DataConfig, plan: SelfData, out: Path, shown: Screen
+    target: Target, config: DataConfig, seed: int, out: Path, shown: Screen
 ) -> tuple[Path | None, Path | None]:
     """Let the target write what is missing; returns the files of answers to learn from and to evaluate on, if any."""
     from dataclasses import replace
 
     from anabranch.cli.train_answers import show_answers
     from anabranch.train import read_prompts, write_answers
-    from anabranch.train.job import packed_copy
+    from anabranch.train.fit import packed_copy
     from anabranch.train.self_data import write_self_data
 
     learn, own = config.answers, None
-    if not config.self_written and config.evaluate is None:
+    if not isinstance(config, OwnDataConfig) or not (config.self_written or config.evaluate):
         return learn, own
+    plan = self_data(config, seed)
     writer = replace(target, decoder=packed_copy(target))
     if config.self_written:
         learn = write_self_data(writer, _folder(out), plan, report=lambda now: _show(shown, now))
@@ -171,7 +193,8 @@ def read_examples(
 
     if task is not None:
         return task.examples(target, recipe)
-    return read_data(target, recipe, answers=learn, text=config.text), None
+    anybodys = not isinstance(config, OwnDataConfig)
+    return read_data(target, recipe, answers=learn, text=config.text, anybodys=anybodys), None
 
 
 def _show(shown: Screen, now: DataProgress) -> None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from anabranch.train import Example
     from anabranch.train.advice import Curve
 
-__all__ = ["predicted_speeds", "show", "sparkline", "summary", "timing_pays"]
+__all__ = ["predicted_speeds", "show", "show_lora", "sparkline", "summary", "timing_pays"]
 
 BARS = "▁▂▃▄▅▆▇█"
 CONTEXT = 128  # prompt tokens in the cache while steps are timed
-QUALITY = "next token"  # ``trainer.QUALITY``
+QUALITY = "next token"  # ``methods.tuning.QUALITY``
 PLAIN = "none"  # plain decoding
 ROUNDS, STEPS = 2, 2  # of timing: a few seconds for the default model
 TIMED = 500e6  # parameters; larger models are timed on a CPU only on request
@@ -178,6 +178,19 @@ def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None
     say(f"\nUse it: {found['command']}")
     if found["bench"]:
         say(f"Test it: {found['bench']}")
+
+
+def show_lora(record: Mapping[str, Any], decoded: Mapping[str, Decoded], out: Path, model: str) -> None:
+    """Print the result of ``anabranch train lora`` on standard output."""
+    from rich.console import Console
+
+    print(f"{record['parameters']:,} parameters in {out}")
+    if scores := record["held_out"]:
+        losses = {"untuned": scores["before"], "tuned": scores["after"]}
+        show_quality(quality_rows(losses, decoded), Console(highlight=False, markup=False))
+        print(f"\nAt this rate, 100,000 answer tokens take {clock(per_100k(record) or 0.0)} an epoch.")
+    where = "" if model == "default" else f"--model {model} "
+    print(f"Use it: anabranch chat {where}--lora {out}")
 
 
 def show_quality(rows: Sequence[Mapping[str, Any]], console: Any) -> None:

@@ -1,12 +1,14 @@
 """The frozen target's pass over a batch: the states that drafters learn from.
 
-B rows, T text length, D model width.
+B rows, T text length, K kv heads, E head width, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,31 +18,41 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 
-__all__ = ["TargetStates", "run_frozen"]
+__all__ = ["RunTarget", "TargetStates", "frozen_target", "run_frozen"]
 
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the frozen target computed for a batch, in its own type.
+    """The states that a target computed for a batch, in its own type.
 
-    hidden_BTD  states after the last norm
-    taps        main rows before the layers that were asked for, each [B, T, D]
-    cache       keys and values of all layers [layers, B, K, T, E]
+    hidden_BTD   after the last norm
+    taps         main rows before the layers that were named, each [B, T, D]
+    keys_values  of the layers that were named, each [B, K, T, E]
     """
 
     hidden_BTD: Tensor
     taps: Mapping[int, Tensor]
-    cache: Cache
+    keys_values: Sequence[tuple[Tensor, Tensor]]
+
+
+# (batch, taps=layers before which main rows are returned, keys_from=first layer whose keys and values are; None: none)
+RunTarget: TypeAlias = Callable[..., TargetStates]
 
 
 @torch.no_grad()
 def run_frozen(
-    target: Decoder, batch: Batch, *, frozen: Decoder | None = None, taps: Sequence[int] = ()
+    target: Decoder,
+    batch: Batch,
+    *,
+    frozen: Decoder | None = None,
+    taps: Sequence[int] = (),
+    keys_from: int | None = None,
 ) -> TargetStates:
     """Run the target over a batch in one pass, without gradients.
 
-    frozen  runs the pass in the target's place: a packed copy where that is faster
-    taps    layers before which the main rows are returned
+    frozen     runs the pass in the target's place: a packed copy where that is faster
+    taps       layers before which the main rows are returned
+    keys_from  return keys and values of the layers from this one on; None: of no layer
 
     The states of padding are computed too; nothing attends to it.
     """
@@ -50,9 +62,18 @@ def run_frozen(
     for prompt, length in zip((batch.starts_B + 1).tolist(), batch.lengths_B.tolist(), strict=True):
         cache.add_row(target.rope().prompt(prompt, length))  # rotated as it will be decoded
     with runner.decoding():
-        found = runner(Inputs.of_chains(batch.tokens_BT.numpy()), cache, taps=taps, need="hidden")
+        result = runner(Inputs.of_chains(batch.tokens_BT.numpy()), cache, taps=taps, need="hidden")
 
     def by_row(x_MD: Tensor) -> Tensor:
-        return torch.stack([x_MD[found.nodes(row)] for row in range(rows)]).to(target.dtype)
+        return torch.stack([x_MD[result.nodes(row)] for row in range(rows)]).to(target.dtype)
 
-    return TargetStates(by_row(found.hidden_MD), {layer: by_row(found.taps[layer]) for layer in taps}, cache)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if keys_from is not None:  # copies, so that the cache of the lower layers is freed
+        keys, values = (part[keys_from:].to(target.dtype, copy=True) for part in (cache.keys, cache.values))
+        pairs = list(zip(keys, values, strict=True))
+    return TargetStates(by_row(result.hidden_MD), {layer: by_row(result.taps[layer]) for layer in taps}, pairs)
+
+
+def frozen_target(target: Decoder, frozen: Decoder | None) -> RunTarget:
+    """``run_frozen`` for one target."""
+    return partial(run_frozen, target, frozen=frozen)

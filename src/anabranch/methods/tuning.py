@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
-from anabranch.learning.objective import Segment, segments
+from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.recompute import through
+from anabranch.learning.target import RunTarget, TargetStates, frozen_target
 from anabranch.methods.terms import LayerTuning, lora_of
 from anabranch.model.blocks import Attend, Block, attention
 from anabranch.model.decoder import Decoder
@@ -38,14 +39,13 @@ from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_json
 
 __all__ = [
+    "QUALITY",
     "TextPass",
-    "TunedPass",
-    "Tunes",
-    "Tuning",
+    "TunedObjective",
+    "TunedTarget",
     "check_tunable",
     "check_weights",
     "export_tuned",
-    "next_token_loss",
     "next_token_quality",
     "next_token_scores",
     "save_tuned",
@@ -67,6 +67,7 @@ class Tuning(Protocol):
 
 M = TypeVar("M", bound=Tuning)
 GENERATION = "generation_config.json"
+QUALITY = "next token"  # loss and accuracy of a tuned target, in evaluations
 
 
 class TextPass:
@@ -129,72 +130,170 @@ class TextPass:
         return out
 
 
-@dataclass(frozen=True)
-class TunedPass:
-    """What the tuned target computes of a batch, with gradients for the terms.
-
-    hidden_BTD   states after the last norm
-    keys_values  of each layer, [B, K, T, E]
-    """
-
-    hidden_BTD: Tensor
-    keys_values: list[tuple[Tensor, Tensor]]
-
-
-def tuned_pass(target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor) -> TunedPass:
-    """Run the tuned target over a batch."""
+def tuned_pass(
+    target: Decoder, layers: nn.ModuleList, tokens_BT: Tensor, *, taps: Sequence[int] = (), keys_from: int | None = None
+) -> TargetStates:
+    """Run the tuned target over a batch, with gradients for the terms; as ``run_frozen``."""
     run = TextPass(target, tokens_BT)
-    x = target.embed(tokens_BT, run.positions_BT)
+    x, tapped = target.embed(tokens_BT, run.positions_BT), {}
     for index, side in enumerate(layers):
+        if index in taps:
+            tapped[index] = x
         x = run.layer(index, x, side)
-    return TunedPass(target.norm(x), run.keys_values)
+    return TargetStates(target.norm(x), tapped, run.keys_values[keys_from:] if keys_from is not None else [])
 
 
-def next_token_loss(
-    target: Decoder, batch: Batch, tuned_BTD: Tensor, frozen_BTD: Tensor | None, segment: Segment, soft: float
-) -> Tensor:
-    """The loss of the tuned target's own next token, summed over the positions of a segment.
+class TunedTarget:
+    """Runs a target with its terms; a ``RunTarget`` for objectives of what drafts for it."""
 
-    frozen_BTD  the original target's states after the last norm, to distil from; None: nothing is distilled
-    soft        share of the original target's distribution in the loss; the rest is the completion's token
+    def __init__(self, target: Decoder, layers: nn.ModuleList) -> None:
+        self.target, self.layers = target, layers
+
+    def __call__(self, batch: Batch, *, taps: Sequence[int] = (), keys_from: int | None = None) -> TargetStates:
+        """The states of a batch as drafters read them while decoding."""
+        return tuned_pass(
+            self.target, self.layers, batch.tokens_BT.to(self.target.device), taps=taps, keys_from=keys_from
+        )
+
+    def learn(self, batch: Batch) -> TargetStates:
+        """The states of a batch as drafters read them in training: all that they may need."""
+        return self(batch, taps=range(len(self.layers)), keys_from=0)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """The states after the last norm [B, T, D] alone."""
+        return self(batch).hidden_BTD
+
+
+class Drafting(Protocol):
+    """The part of an objective of what drafts that tuning its target needs.
+
+    run  runs the target: the frozen one, or the tuned one in its place
     """
-    return next_token_scores(target, batch, tuned_BTD, segment, frozen_BTD if soft else None, soft)[0]
+
+    predictor: str
+    predictors: int
+    options: Any
+    run: RunTarget
+
+    def tuned_loss(self, batch: Batch, tuned: TargetStates, taught_BTD: Tensor | None, segment: Segment) -> Scores:
+        """The loss of what drafts for a tuned target; ``taught_BTD`` are the original one's states, to distil from."""
+
+    def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """As ``Objective.evaluate``."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Weights of the loss of a target that is tuned by itself: it has none."""
+
+
+class TunedObjective:
+    """The ``Objective`` of a target's terms, alone (LoRA) or together with what drafts for the tuned target.
+
+        loss = each * main * CE(next token) + share * (the loss of what drafts)
+
+    drafts  the objective of what drafts, which reads the tuned target's states; None: nothing does
+    run     runs the tuned target
+    each    predictions for a token of a completion, by which losses are divided
+    soft    share of the original target's distribution in the loss of the next token, the rest being the completion's
+            token; what drafts then distils from that distribution too, otherwise from the tuned target's own
+
+    Predicted lengths are those of the tuned target's drafts on the completions of the data.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        layers: nn.ModuleList,
+        drafts: Drafting | None = None,
+        *,
+        run: TunedTarget | None = None,
+        frozen: Decoder | None = None,
+        each: float = 1.0,
+        main: float = 1.0,
+        share: float = 0.0,
+        soft: float = 0.0,
+    ) -> None:
+        if drafts is None:
+            check_weights(target)
+        else:
+            check_tunable(target)
+        self.target, self.drafts, self.run = target, drafts, run or TunedTarget(target, layers)
+        self.frozen = frozen_target(target, frozen)
+        self.each, self.main, self.share, self.soft = each, main, share, soft
+        self.predictor, self.predictors, self.options = "token", 1, Alone()
+        if drafts is not None:
+            self.predictor, self.predictors, self.options = drafts.predictor, drafts.predictors, drafts.options
+            drafts.run = self.run
+
+    def freeze(self, batch: Batch) -> Tensor | None:
+        """The original target's states after the last norm [B, T, D], if anything is distilled from them."""
+        return self.frozen(batch).hidden_BTD if self.soft else None
+
+    def keep(self, frozen: Tensor | None, keep: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """The tensor replaced by ``keep(tensor)``."""
+        return None if frozen is None else keep(frozen)
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """All positions with a next token at once: each needs the tuned pass over the whole text before it.
+
+        The last has a next token to predict, and nothing for what drafts.
+        """
+        return segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=self.target.device)
+
+    def predictions(self, batch: Batch) -> float:
+        """The number of completion tokens, times the predictions of each."""
+        return float((batch.lengths_B - 1 - batch.starts_B).sum()) * self.each
+
+    def loss(self, batch: Batch, frozen: Tensor | None, segment: Segment) -> Scores:
+        """The loss of a batch."""
+        if self.drafts is None:
+            loss, right_M = next_token_scores(self.target, batch, self.run.hidden(batch), segment)
+            return Scores(loss, right_M.sum()[None].float(), torch.tensor([float(len(right_M))]))
+        tuned = self.run.learn(batch)
+        scores = self.drafts.tuned_loss(batch, tuned, frozen, segment)
+        main, _ = next_token_scores(self.target, batch, tuned.hidden_BTD, segment, frozen, self.soft)
+        return Scores(self.each * self.main * main + self.share * scores.loss, scores.right_S, scores.count_S)
+
+    def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
+        """The evaluation of what drafts, and the tuned target's own quality under ``QUALITY``."""
+        drafted = {} if self.drafts is None else self.drafts.evaluate(examples, nodes=nodes)
+        return {**drafted, QUALITY: next_token_quality(self.target, self.run.hidden, examples)}
+
+    def untuned(self, examples: Sequence[Example]) -> dict[str, float]:
+        """The quality of the target without its terms."""
+        return next_token_quality(self.target, lambda batch: self.frozen(batch).hidden_BTD, examples)
 
 
 def next_token_scores(
     target: Decoder,
     batch: Batch,
-    tuned_BTD: Tensor,
+    states_BTD: Tensor,
     segment: Segment,
-    frozen_BTD: Tensor | None = None,
+    taught_BTD: Tensor | None = None,
     soft: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As ``next_token_loss``, and which of the M predictions of a segment are right [M]."""
+    """The loss of a target's next token, summed over the positions of a segment, and which predictions are right [M].
+
+    states_BTD  the target's states after the last norm
+    taught_BTD  the original target's, to distil from; None: nothing is distilled
+    soft        share of the original target's distribution in the loss; the rest is the completion's token
+    """
     tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(target.device), segment
     rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
     at_M = positions_BP[real_BP]
     words = Vocabulary.of(target, torch.arange(target.config.vocab_size, device=tokens_BT.device), tokens_BT)
-    found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        tuned_BTD[rows_M, at_M],
+    scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        states_BTD[rows_M, at_M],
         words.head_VD,
         words.bias_V,
         words.place[tokens_BT[rows_M, at_M + 1]],
         torch.ones(len(at_M), device=tokens_BT.device),
-        None if frozen_BTD is None or not soft else frozen_BTD[rows_M, at_M],
+        None if taught_BTD is None or not soft else taught_BTD[rows_M, at_M],
         soft,
         target.config.logit_softcap,
     )
-    return found
-
-
-@runtime_checkable
-class Tunes(Protocol):
-    """The part of an objective that tunes the target with what drafts for it."""
-
-    target: Decoder
-
-    def tuned_states(self, batch: Batch) -> Tensor:
-        """The tuned target's states after the last norm [B, T, D], at least from the last token of each prompt on."""
+    return scores
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import TrainOptions
 from anabranch.learning.recompute import recomputing
-from anabranch.methods.tuning import Tunes, next_token_quality
 from anabranch.model.decoder import Decoder
 from anabranch.support.interrupt import shielded
 from anabranch.support.memory import OffHeap
@@ -43,10 +42,9 @@ from anabranch.train.patience import Best
 from anabranch.train.processes import Processes
 from anabranch.train.shares import Share, shares
 
-__all__ = ["QUALITY", "TREES", "Progress", "Trainer"]
+__all__ = ["TREES", "Progress", "Trainer"]
 
 NAMED = 8  # maximum number of rows of a broken batch in a message
-QUALITY = "next token"  # loss and accuracy of a tuned target, in evaluations
 TREES = (4, 8)  # nodes of additional trees in the final evaluation
 # options that may change when a run is resumed: they do not affect the weights of a step, or by rounding only
 _FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every", "patience", "accumulate", "recompute")
@@ -219,13 +217,9 @@ class Trainer:
         return self.evaluate_on(self.held_out[:rows], nodes=nodes)
 
     def evaluate_on(self, examples: Sequence[Example], *, nodes: Sequence[int] = TREES) -> dict[str, Any]:
-        """``Objective.evaluate`` on any examples; with the tuned target's quality under ``QUALITY``, if it is tuned."""
+        """``Objective.evaluate`` on any examples."""
         with self._autocast():
-            found = self.objective.evaluate(examples, nodes=nodes)
-            if isinstance(self.objective, Tunes):
-                tuned = self.objective
-                found[QUALITY] = next_token_quality(self.target, tuned.tuned_states, examples)
-            return found
+            return self.objective.evaluate(examples, nodes=nodes)
 
     def run(self, report: Callable[[Progress], None], *, resume: bool = True) -> dict[str, Any]:
         """Train to the end, from the last checkpoint if there is one, and return the final evaluation.

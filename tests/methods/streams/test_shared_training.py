@@ -23,17 +23,17 @@ from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
 from anabranch.learning.recompute import recomputing
+from anabranch.methods.lora.module import LoraLayers, fresh_lora
 from anabranch.methods.lora.recipes import LoraConfig
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with, scale_to_target
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.joint import SharedObjective
+from anabranch.methods.streams.joint import shared_objective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.methods.terms import LayerTuning, lora_of
-from anabranch.methods.tuning import next_token_loss, tuned_pass
+from anabranch.methods.tuning import TunedObjective, next_token_scores, tuned_pass
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
-from anabranch.train.lora import LoraLayers, LoraObjective, fresh_lora
 from anabranch.train.trainer import Trainer
 from shared_layout import LITERAL, Layout
 from small import RICH, decode, joint_losses, prompt, request, small, small_adapter
@@ -83,7 +83,7 @@ def gradients(adapter: StreamAdapter, loss: Tensor) -> dict[str, Tensor]:
 
 
 def segmented(target: Decoder, adapter: StreamAdapter, of: Batch, segment: int) -> Tensor:
-    objective = SharedObjective(target, adapter, LOSS, segment=segment)
+    objective = shared_objective(target, adapter, LOSS, segment=segment)
     (whole,) = objective.segments(of)
     return objective.loss(of, objective.freeze(of), whole).loss
 
@@ -119,7 +119,7 @@ APART = LossOptions(main=1.0, streams=0.3, detach=True)
 
 def losses_of(target: Decoder, adapter: StreamAdapter, options: LossOptions, segment: int) -> dict[str, Tensor]:
     """The gradients of a batch's loss, per prediction."""
-    objective, of = SharedObjective(target, adapter, options, segment=segment), batch()
+    objective, of = shared_objective(target, adapter, options, segment=segment), batch()
     (whole,) = objective.segments(of)
     return gradients(adapter, objective.loss(of, objective.freeze(of), whole).loss / objective.predictions(of))
 
@@ -131,9 +131,9 @@ def test_losses_that_are_apart_train_what_is_theirs(recompute: bool, segment: in
     adapter = trainable(target, RICH_V1)
     assert adapter.tuning is not None
     states = tuned_pass(target, adapter.tuning, of.tokens_BT).hidden_BTD
-    (whole,) = SharedObjective(target, adapter, APART).segments(of)
+    (whole,) = shared_objective(target, adapter, APART).segments(of)
     tokens = float((of.lengths_B - 1 - of.starts_B).sum())
-    alone = gradients(adapter, next_token_loss(target, of, states, None, whole, 0.0) / tokens)
+    alone = gradients(adapter, next_token_scores(target, of, states, whole)[0] / tokens)
     joint = losses_of(target, adapter, replace(APART, detach=False), 100)
     with recomputing(recompute):
         found = losses_of(target, adapter, APART, segment)
@@ -154,8 +154,8 @@ def test_the_target_is_tuned_as_lora_alone_tunes_it(tmp_path: Path) -> None:
     torch.manual_seed(5)
     plain = LoraLayers(target.config, fresh_lora(target.config, LoraConfig(4, 8.0)))
     for name, module, objective in (
-        ("streams", adapter, SharedObjective(target, adapter, replace(APART, streams=7.0))),
-        ("lora", plain, LoraObjective(target, plain)),
+        ("streams", adapter, shared_objective(target, adapter, replace(APART, streams=7.0))),
+        ("lora", plain, TunedObjective(target, plain.layers)),
     ):
         run: Trainer = Trainer(target, module, objective, examples, [], options, tmp_path / name)  # type: ignore[arg-type]
         run.run(lambda now: None)
@@ -171,10 +171,11 @@ def test_streams_of_training_are_those_of_decoding() -> None:
     """The tuned target with its terms merged, decoding token by token, has the states that training computed."""
     target, adapter = small(), small_adapter(small(), RICHER)
     of = batch()
-    objective = SharedObjective(target, adapter, replace(LOSS, unconditioned=0.1))
-    (segment,) = objective.segments(of)
+    objective = shared_objective(target, adapter, replace(LOSS, unconditioned=0.1))
+    (segment,), streams = objective.segments(of), objective.drafts
+    assert isinstance(streams, StreamObjective)
     with torch.no_grad():
-        states = objective.states(objective.freeze(of), of.tokens_BT, segment.positions_BP)
+        states = streams.states(streams.freeze(of), of.tokens_BT, segment.positions_BP)
         for b, (start, length) in enumerate(zip(of.starts_B.tolist(), of.lengths_B.tolist(), strict=True)):
             layout = Layout(target, adapter, of.tokens_BT[b, :length].tolist(), first=start)
             count = length - 1 - start
@@ -189,7 +190,7 @@ def test_training_lowers_the_loss_of_both() -> None:
     texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
     torch.manual_seed(0)
     adapter = StreamAdapter(target.config, replace(RICHER, lora_rank=4), None)
-    objective = SharedObjective(target, adapter, LossOptions(main=1.0, streams=0.5))
+    objective = shared_objective(target, adapter, LossOptions(main=1.0, streams=0.5))
     of = Batch.of(texts)
     before = objective.evaluate(texts)
     losses = joint_losses(objective, adapter, of, objective.freeze(of), steps=30, lr=1e-2)
@@ -201,15 +202,15 @@ def test_training_lowers_the_loss_of_both() -> None:
 def test_what_is_refused() -> None:
     target = small()
     with pytest.raises(InputError, match="lora_rank must be at least 1, got 0"):
-        SharedObjective(target, small_adapter(target, LITERAL))
+        shared_objective(target, small_adapter(target, LITERAL))
     with pytest.raises(InputError, match=r"main_attends 'own'.* use detach no"):
-        SharedObjective(target, small_adapter(target, OWN), APART)
+        shared_objective(target, small_adapter(target, OWN), APART)
     with pytest.raises(InputError, match="mode 'lossless' trains streams only; use a recipe of shared mode"):
         StreamObjective(target, small_adapter(target), LossOptions(main=1.0))
     with pytest.raises(InputError, match="streams must be greater than 0, got 0"):
         LossOptions(streams=0.0)
     with pytest.raises(CapabilityError, match="family 'gpt2' cannot be written as a model folder"):
-        SharedObjective(small("gpt2"), small_adapter(small("gpt2"), OWN))
+        shared_objective(small("gpt2"), small_adapter(small("gpt2"), OWN))
 
 
 @pytest.mark.parametrize("root_width", [0, 8])
@@ -237,7 +238,7 @@ def test_embeddings_that_stand_alone_learn_in_proportion_to_the_states(tmp_path:
     assert math.log2(rate) % 1 == 0
     assert adapter.embedding_rate > 2 * rate
     examples = [Example(tuple(prompt(4, n)), tuple(prompt(9, 30 + n))) for n in range(6)]
-    objective = SharedObjective(target, adapter, LOSS)
+    objective = shared_objective(target, adapter, LOSS)
     options = TrainOptions(epochs=1, batch_tokens=1000, warmup=0, lr=1e-3)
     before = adapter.embeddings.detach().clone()
     run = Trainer(target, adapter, objective, examples, [], options, tmp_path)

@@ -22,7 +22,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
-from anabranch.learning.target import run_frozen
+from anabranch.learning.target import TargetStates, frozen_target
 from anabranch.methods.heads.drafter import HeadDraft
 from anabranch.methods.heads.module import DraftHeads
 from anabranch.methods.heads.recipes import LossOptions
@@ -87,12 +87,12 @@ class HeadObjective:
     ) -> None:
         self.target, self.module, self.draft, self.segment = target, module, draft, segment
         self.options = options or LossOptions()
-        self.frozen = target if frozen is None else frozen
+        self.run = frozen_target(target, frozen)
         self.predictors = module.config.num_heads
 
     def freeze(self, batch: Batch) -> Tensor:
         """The target's states after the last norm [B, T, D]."""
-        return run_frozen(self.target, batch, frozen=self.frozen).hidden_BTD
+        return self.run(batch).hidden_BTD
 
     def keep(self, frozen: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
         """The tensor replaced by ``keep(tensor)``."""
@@ -110,6 +110,11 @@ class HeadObjective:
     def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of one segment: a sum over its predictions."""
         return self.heads_loss(batch, self.module.prefix(self.target, frozen), frozen, segment)
+
+    def tuned_loss(self, batch: Batch, tuned: TargetStates, taught_BTD: Tensor | None, segment: Segment) -> Scores:
+        """The loss of heads that read a tuned target's states; they distil from ``taught_BTD``, or from these."""
+        taught_BTD = tuned.hidden_BTD.detach() if taught_BTD is None else taught_BTD
+        return self.heads_loss(batch, tuned.hidden_BTD, taught_BTD, segment)
 
     def heads_loss(self, batch: Batch, read_BTD: Tensor, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of the heads where they read some states [B, T, D]; ``frozen`` are the target's own."""

@@ -10,7 +10,7 @@ B rows, T text length, P positions of a segment, S streams, D width, M scored (p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
-from anabranch.learning.target import run_frozen
+from anabranch.learning.target import TargetStates, frozen_target
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import DraftOptions, StreamDraft
 from anabranch.methods.streams.prune import early_exit_logits
@@ -31,7 +31,15 @@ from anabranch.methods.streams.recipes import LossOptions
 from anabranch.methods.streams.rider import trail
 from anabranch.model.decoder import Decoder
 
-__all__ = ["Frozen", "LossOptions", "StreamObjective"]
+__all__ = [
+    "RIDING_STRIDE",
+    "Frozen",
+    "LossOptions",
+    "StreamObjective",
+    "StreamStates",
+    "StreamedStates",
+    "emitted_tokens",
+]
 
 UNCONDITIONED_STRIDE = 5  # every n-th diagonal of positions and streams, so that each stream has its share
 RIDING_STRIDE = 8
@@ -41,12 +49,44 @@ RIDING_STRIDE = 8
 class Frozen:
     """The target's states for a batch: main rows before layer N - N_s and after the last norm, top layers' KV cache.
 
-    About (2 D + 2 K E N_s) values per token.
+    About (2 D + 2 K E N_s) values per token. ``streams`` are states of streams that the pass has computed already.
     """
 
     entry_BTD: Tensor
     hidden_BTD: Tensor
-    keys_values: list[tuple[Tensor, Tensor]]
+    keys_values: Sequence[tuple[Tensor, Tensor]]
+    streams: StreamStates | None = None
+
+
+@dataclass(frozen=True)
+class StreamStates:
+    """Streams after the last norm [B, P, S, D], of consecutive positions from ``starts_B`` on."""
+
+    states_BPSD: Tensor
+    starts_B: Tensor
+
+    def at(self, positions_BP: Tensor) -> Tensor:
+        """Those of some positions [B, P, S, D]."""
+        rows = torch.arange(len(positions_BP), device=positions_BP.device)[:, None]
+        return self.states_BPSD[rows, positions_BP - self.starts_B[:, None]]
+
+
+@dataclass(frozen=True)
+class StreamedStates(TargetStates):
+    """The states of a target whose pass has streams in it."""
+
+    streams: StreamStates
+
+
+def emitted_tokens(
+    target: Decoder, adapter: StreamModule, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None
+) -> Tensor | None:
+    """Embeddings [B, P, D] of the tokens after some positions, zero if streams ride; None without a root term."""
+    if adapter.root is None:
+        return None
+    after = (positions_BP + 1).clamp(max=tokens_BT.shape[1] - 1)
+    embeddings: Tensor = target.embedding(tokens_BT.gather(1, after))
+    return embeddings if riding_BP is None else embeddings.masked_fill(riding_BP[:, :, None], 0.0)
 
 
 class StreamObjective:
@@ -76,7 +116,7 @@ class StreamObjective:
             )
         if self.options.rounding and adapter.shape.mode != "lossless":
             raise InputError("rounding is for streams of a frozen target (mode 'lossless')")
-        self.frozen = target if frozen is None else frozen
+        self.run = frozen_target(target, frozen)
         self.predictor, self.predictors = adapter.predictor, adapter.shape.num_streams
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
@@ -89,11 +129,12 @@ class StreamObjective:
 
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
-        start, dtype = self.adapter.start, self.target.dtype
-        found = run_frozen(self.target, batch, frozen=self.frozen, taps=(start,))
-        # copies, so that the cache of the lower layers is freed
-        keys, values = (part[start:].to(dtype, copy=True) for part in (found.cache.keys, found.cache.values))
-        return Frozen(found.taps[start], found.hidden_BTD, list(zip(keys, values, strict=True)))
+        start = self.adapter.start
+        return self._read(self.run(batch, taps=(start,), keys_from=start))
+
+    def _read(self, states: TargetStates) -> Frozen:
+        streams = states.streams if isinstance(states, StreamedStates) else None
+        return Frozen(states.taps[self.adapter.start], states.hidden_BTD, states.keys_values, streams)
 
     def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
         """A copy with every tensor replaced by ``keep(tensor)``."""
@@ -115,6 +156,8 @@ class StreamObjective:
 
         ``riding_BP`` marks positions that are not conditioned on it, as when streams ride in the pass.
         """
+        if frozen.streams is not None:
+            return frozen.streams.at(positions_BP)
         width, d = frozen.entry_BTD.shape[1:]
         entry = frozen.entry_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, d))
         keys = torch.arange(width, device=positions_BP.device)
@@ -124,16 +167,8 @@ class StreamObjective:
             near = seen & (positions_BP[:, :, None] - keys < self.target.config.sliding_window)
         layers = range(self.adapter.start, self.target.config.num_layers)
         visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
-        emitted = self.emitted(tokens_BT, positions_BP, riding_BP)
+        emitted = emitted_tokens(self.target, self.adapter, tokens_BT, positions_BP, riding_BP)
         return trail(self.target, self.adapter, entry, emitted, positions_BP, frozen.keys_values, visible, width)
-
-    def emitted(self, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None) -> Tensor | None:
-        """Embeddings [B, P, D] of the tokens after some positions, zero if streams ride; None without a root term."""
-        if self.adapter.root is None:
-            return None
-        after = (positions_BP + 1).clamp(max=tokens_BT.shape[1] - 1)
-        found: Tensor = self.target.embedding(tokens_BT.gather(1, after))
-        return found if riding_BP is None else found.masked_fill(riding_BP[:, :, None], 0.0)
 
     def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """States [B, P, S, D] conditioned on the true tokens of the path to each prediction (teacher forcing)."""
@@ -172,6 +207,15 @@ class StreamObjective:
         # streams that ride are not conditioned on the emitted token: an eighth of the positions trains that case
         states = self.states(frozen, tokens, positions_BP, positions_BP % RIDING_STRIDE == 0)
         return self.scored(batch, frozen, segment, states)
+
+    def tuned_loss(self, batch: Batch, tuned: TargetStates, taught_BTD: Tensor | None, segment: Segment) -> Scores:
+        """The loss of streams that read a tuned target's states; they distil from ``taught_BTD``, or from these.
+
+        Neither the pruning layer nor the distributions to distil from train the rows that they read.
+        """
+        frozen = self._read(tuned)
+        taught_BTD = tuned.hidden_BTD.detach() if taught_BTD is None else taught_BTD
+        return self.loss(batch, replace(frozen, entry_BTD=frozen.entry_BTD.detach(), hidden_BTD=taught_BTD), segment)
 
     def scored(self, batch: Batch, frozen: Frozen, segment: Segment, states: Tensor) -> Scores:
         """The loss of streams with these states [B, P, S, D]."""

@@ -13,7 +13,7 @@ B rows of the batch, N nodes, S streams, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -169,7 +169,7 @@ def trail(
     entry_BND: Tensor,
     emitted_BND: Tensor | None,
     positions_BN: Tensor,
-    keys_values: list[tuple[Tensor, Tensor]],
+    keys_values: Sequence[tuple[Tensor, Tensor]],
     visible_BNL: list[Tensor],
     longest: int,
 ) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from anabranch.drafting.trained import Trained
+from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import adopt_streams, begin_with, scale_to_target
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.joint import SharedObjective
+from anabranch.methods.streams.joint import shared_objective
 from anabranch.methods.streams.objective import StreamObjective
 from anabranch.methods.streams.recipes import TRAINING
 from anabranch.methods.streams.rider import own_rider
@@ -17,9 +20,10 @@ from anabranch.model.decoder import Decoder
 __all__ = ["TRAINED"]
 
 
-def _objective(target: Decoder, module: StreamAdapter, recipe: Recipe, *, frozen: Decoder) -> StreamObjective:
-    made = SharedObjective if module.config.mode == "shared" else StreamObjective
-    return made(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+def _objective(target: Decoder, module: StreamAdapter, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
+    if module.config.mode == "shared":
+        return shared_objective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+    return StreamObjective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
 
 
 def _describe(config: StreamConfig) -> str:
