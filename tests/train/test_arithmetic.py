@@ -20,7 +20,7 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.row_attention import row_attention, row_mask
 from anabranch.model.blocks import MLP
 from anabranch.sampling import SamplingParams, argmax, gumbels, process_logits, target_tokens
-from anabranch.train import job
+from anabranch.train import fit
 from anabranch.train.arithmetic import chosen_dtype
 from anabranch.train.checkpoint import read_log
 from anabranch.train.job import train_adapter
@@ -110,7 +110,7 @@ def test_every_method_learns_the_same_in_either_arithmetic(
     plan = method.trained.training.recipe("small" if "small" in method.trained.training.recipes else None, shape)
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(job, "chosen_dtype", lambda _, form, stored, dtype=dtype: dtype if stored is None else None)
+        monkeypatch.setattr(fit, "chosen_dtype", lambda _, form, stored, dtype=dtype: dtype if stored is None else None)
         folder = tmp_path / str(dtype)
         record = train_adapter(target, method, plan, examples, folder, report=lambda _: None)
         assert record["training"]["arithmetic"] == str(dtype).removeprefix("torch.")
