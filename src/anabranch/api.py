@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Keywords", "Model", "Options", "load"]
 
 T = TypeVar("T")
+Many: TypeAlias = list[str] | tuple[str, ...] | Sequence[Ids]
 
 
 def load(
@@ -63,8 +64,8 @@ def load(
     name      "default" (SmolLM2-135M-Instruct, downloaded once), a folder, a .gguf file, or a Hugging Face hub id
     drafter   a method and its settings, see ``anabranch.methods``; "none" is plain decoding; "auto" drafts with the
               adapter's method and with prompt lookup, and adapts the size of drafts to the load. With adapters of
-              several methods, it uses for each prompt the one that lately was the fastest. None: "auto", or for calls
-              with one prompt the drafter that ``anabranch tune`` found to be faster on this machine
+              several methods, it uses for each prompt the one that was the fastest in recent steps. None: "auto", or
+              for calls with one prompt the drafter that ``anabranch tune`` found to be faster on this machine
     adapter   an adapter folder, or several; None: those shipped for this target
     dtype     "auto" (bf16 if the weights are stored so), "float32", "bfloat16" or "float16"
     device    "auto" (cuda if available), "cpu", "cuda" or "cuda:N"
@@ -90,7 +91,7 @@ def load(
 
 
 DRAFTERS = 8  # the most recently used ones are kept
-SECONDS = 5.0  # between two times that what the arms of "auto" yielded is stored
+SECONDS = 5.0  # between two times that the yields of the drafters of "auto" are stored
 
 
 class Model:
@@ -120,7 +121,7 @@ class Model:
         renewed_after_fork(self)
         self._worker = Worker()
         self._drafters: dict[str, Drafter] = {}
-        self._stored = -math.inf  # when yields of drafters were last stored
+        self._stored = -math.inf  # when the yields of the drafters of "auto" were last stored
         self._scheduler = Scheduler(target.decoder)
         self.drafter_of(self.spec)  # raise for unsupported combinations now
 
@@ -140,7 +141,7 @@ class Model:
 
     @property
     def scheduler(self) -> Scheduler:
-        """What decodes the requests of all calls; for callers that work with token ids instead of text."""
+        """The scheduler of all calls, for callers that work with token ids instead of text."""
         return self._scheduler
 
     @property
@@ -177,7 +178,7 @@ class Model:
             return drafter
 
     def _settle(self) -> None:
-        """After a call: free an idle cache that is large, and store the yields of drafters."""
+        """After a call, free an idle cache that is large, and store the yields of the drafters of "auto"."""
         self._scheduler.settle()
         now = time.monotonic()
         if now >= self._stored + SECONDS and self._store_choice():
@@ -248,17 +249,13 @@ class Model:
         return torch.get_num_threads()
 
     @overload
-    def generate(self, prompt: str, **options: Unpack[Keywords]) -> Generation: ...
+    def generate(self, prompt: str | list[int], **options: Unpack[Keywords]) -> Generation: ...
     @overload
-    def generate(self, prompt: list[int], **options: Unpack[Keywords]) -> Generation: ...
-    @overload
-    def generate(self, prompt: list[str] | tuple[str, ...], **options: Unpack[Keywords]) -> list[Generation]: ...
-    @overload
-    def generate(self, prompt: Sequence[Ids], **options: Unpack[Keywords]) -> list[Generation]: ...
+    def generate(self, prompt: Many, **options: Unpack[Keywords]) -> list[Generation]: ...
     @overload
     def generate(self, prompt: Arrays, **options: Unpack[Keywords]) -> Generation | list[Generation]: ...
     def generate(
-        self, prompt: str | list[int] | Sequence[str] | Sequence[Ids] | Arrays, **options: Unpack[Keywords]
+        self, prompt: str | list[int] | Many | Arrays, **options: Unpack[Keywords]
     ) -> Generation | list[Generation]:
         """Decode one prompt, or a batch of prompts.
 
@@ -295,8 +292,8 @@ class Model:
         Raises InputError for an invalid prompt or option, CapabilityError for an unsupported combination, and
         DeviceError if memory runs out.
         """
-        found: Generation | list[Generation] = self._generate(prompt, options)
-        return found
+        result: Generation | list[Generation] = self._generate(prompt, options)
+        return result
 
     def _generate(self, prompt: Any, options: Keywords, cancelled: threading.Event | None = None) -> Any:
         single, prompts = read_prompts(prompt, self.tokenizer)
@@ -307,7 +304,7 @@ class Model:
         ]
         drafter = self.drafter_of(call.drafter or (self.spec if len(requests) == 1 else self._spec_of_several))
         try:
-            found = generation.generate(
+            results = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
                 stop=call.stops(self.target),
                 rows=int(call.values["rows"]),
@@ -316,9 +313,9 @@ class Model:
         finally:
             self._settle()
         if (n := int(call.values["n"])) > 1:
-            samples = [found[at : at + n] for at in range(0, len(found), n)]
+            samples = [results[at : at + n] for at in range(0, len(results), n)]
             return samples[0] if single else samples
-        return found[0] if single else found
+        return results[0] if single else results
 
     def stream(self, prompt: str | list[int] | Arrays, **options: Unpack[Keywords]) -> Generator[Chunk, None, None]:
         """Decode one prompt and yield each step's chunk (text, token_ids, sources, step); options as for ``generate``.
@@ -342,9 +339,7 @@ class Model:
             self._settle()
 
     @overload
-    def score(self, prompt: str, *, lora: str | None = None) -> Score: ...
-    @overload
-    def score(self, prompt: list[int], *, lora: str | None = None) -> Score: ...
+    def score(self, prompt: str | list[int], *, lora: str | None = None) -> Score: ...
     @overload
     def score(self, prompt: Any, *, lora: str | None = None) -> Score | list[Score]: ...
     def score(self, prompt: Any, *, lora: str | None = None) -> Score | list[Score]:
@@ -356,13 +351,13 @@ class Model:
         Raises InputError for a text that does not fit the model, CapabilityError for a model whose passes have streams.
         """
         single, prompts = read_prompts(prompt, self.tokenizer)
-        found = [score(self._scheduler, ids, lora) for ids in prompts]
-        return found[0] if single else found
+        scores = [score(self._scheduler, ids, lora) for ids in prompts]
+        return scores[0] if single else scores
 
     def perplexity(self, prompt: Any, *, lora: str | None = None) -> float:
         """The perplexity of a text, or of several together: exp of the mean negative log probability of a token."""
-        found = self.score(prompt, lora=lora)
-        return perplexity([found] if isinstance(found, Score) else found)
+        scores = self.score(prompt, lora=lora)
+        return perplexity([scores] if isinstance(scores, Score) else scores)
 
     async def ascore(self, prompt: Any, *, lora: str | None = None) -> Score | list[Score]:
         """Score as ``score`` does, without blocking the event loop."""
@@ -382,7 +377,7 @@ class Model:
         stream: bool = False,
         **options: Unpack[Keywords],
     ) -> Support:
-        """Whether a call with these options is supported; if not, ``reason`` is the message that it would raise.
+        """Return whether a call with these options is supported; if not, ``reason`` is the message that it would raise.
 
         drafter  a specification; None: the model's own
         prompts  the number of prompts decoded together
@@ -442,17 +437,13 @@ class Model:
 
     # -- asyncio ------------------------------------------------------------------------------------
     @overload
-    async def agenerate(self, prompt: str, **options: Unpack[Keywords]) -> Generation: ...
+    async def agenerate(self, prompt: str | list[int], **options: Unpack[Keywords]) -> Generation: ...
     @overload
-    async def agenerate(self, prompt: list[int], **options: Unpack[Keywords]) -> Generation: ...
-    @overload
-    async def agenerate(self, prompt: list[str] | tuple[str, ...], **options: Unpack[Keywords]) -> list[Generation]: ...
-    @overload
-    async def agenerate(self, prompt: Sequence[Ids], **options: Unpack[Keywords]) -> list[Generation]: ...
+    async def agenerate(self, prompt: Many, **options: Unpack[Keywords]) -> list[Generation]: ...
     @overload
     async def agenerate(self, prompt: Arrays, **options: Unpack[Keywords]) -> Generation | list[Generation]: ...
     async def agenerate(
-        self, prompt: str | list[int] | Sequence[str] | Sequence[Ids] | Arrays, **options: Unpack[Keywords]
+        self, prompt: str | list[int] | Many | Arrays, **options: Unpack[Keywords]
     ) -> Generation | list[Generation]:
         """Decode as ``generate`` does, without blocking the event loop. Concurrent calls are batched."""
         return await self._later(lambda cancelled: self._generate(prompt, options, cancelled))

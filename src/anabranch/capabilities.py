@@ -1,4 +1,4 @@
-"""What works with what: ``supports`` answers for one combination, ``matrix`` for every method of the registry.
+"""Supported combinations: ``supports`` answers for one, ``matrix`` for every method of the registry.
 
 An answer is found by doing what a call does before it decodes: parse the specification, build the drafter, check the
 request. So there is no second list to keep in step, and a reason is the very sentence that the call raises.
@@ -58,7 +58,7 @@ __all__ = [
 LAYERS = 16  # of the stand-in: as many as any recipe's module needs
 WORDS = 64
 COMBINED = "combined"
-# the columns of the table: what is asked of every drafter
+# the columns of the table: a call for every drafter
 QUESTIONS: dict[str, dict[str, Any]] = {
     "match, greedy": {},
     "match, sampled": {"temperature": 1.0},
@@ -74,7 +74,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something is supported: true or false as a condition.
+    """An answer to whether something is supported: true or false as a condition.
 
     reason  the message of the error that the call would raise; empty if it is supported
     """
@@ -136,7 +136,7 @@ def supports(
     stream: bool = False,
     **options: Unpack[Keywords],
 ) -> Support:
-    """Whether this combination is supported, given a target that has whatever the drafter needs.
+    """Return whether this combination is supported, given a target that has whatever the drafter needs.
 
     drafter                  a specification; None: "auto"
     device, dtype, quantize  as for ``load``
@@ -234,7 +234,7 @@ def _stand_in(device: torch.device, dtype: torch.dtype, quantize: str) -> StandI
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one drafter supports.
+    """The capabilities of one drafter.
 
     drafter   its specification
     adaptive  whether the size of its drafts follows the load
@@ -253,15 +253,15 @@ def matrix(ask: Callable[..., Support] = supports) -> tuple[Capabilities, ...]:
 
     ask  whom to ask: ``supports``, or ``Model.supports`` of a loaded model
     """
-    found = []
+    rows = []
     for method in methods():
         for variant in method.variants:
             drafter = f"{method.name}:{variant}" if variant else method.name
             cells = {name: ask(drafter, **options) for name, options in QUESTIONS.items()}
             cells[COMBINED] = ask(f"{drafter}+{_partner(method).name}")
             adaptive = method.settings.parse(variant, method.name).adaptive
-            found.append(Capabilities(drafter, adaptive, _trained_by(method), cells))
-    return tuple(found)
+            rows.append(Capabilities(drafter, adaptive, _trained_by(method), cells))
+    return tuple(rows)
 
 
 def _partner(method: Method) -> Method:

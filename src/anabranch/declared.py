@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 Rule = Literal["match", "rejection"]
+RULES = get_args(Rule)
+NEW_TOKENS_FLAGS = ("--max-new-tokens", "-n")
+ESCAPES = r"\n, \t, \xNN and \uNNNN are escapes, \\ is a backslash"
 LogitsProcessor: TypeAlias = "Callable[[Sequence[int], Tensor], Tensor]"
 """(all tokens up to and including the node, logits [V]) -> logits [V]; -inf forbids a token."""
 Ids: TypeAlias = tuple[int, ...]
@@ -56,7 +59,7 @@ class Specification(Protocol):
 
     @property
     def plain(self) -> bool:
-        """Whether it drafts nothing."""
+        """Return whether it drafts nothing."""
 
 
 @dataclass(frozen=True)
@@ -211,36 +214,35 @@ def decay(name: str, value: Any) -> tuple[int, float] | None:
 
 
 # -- the options -----------------------------------------------------------------------------------------
+off = whole(0, " (off)")
+count = whole(1)
+token_id = allowed("a token id", _is_id)
+temperatures = number("0 (greedy) or a positive number", lambda value: 0 <= value < math.inf)
+counts_or_all = allowed("0 (off) or a positive integer", _is_id)
+masses = number("greater than 0 and at most 1 (off)", lambda value: 0 < value <= 1)
+fractions = number("at least 0 (off) and less than 1", lambda value: 0 <= value < 1)
+functions = allowed("a list of functions", lambda value: isinstance(value, Sequence) and all(map(callable, value)))
+lora_name = allowed("the name of a loaded LoRA", lambda value: isinstance(value, str))
+
+
 class ScoreKeywords(TypedDict, total=False):
     """Options that change scores by the tokens so far, as transformers' ``generate`` has them."""
 
     repetition_penalty: Annotated[float | None, Option("divide the logits of earlier tokens by this; 1: off", positive)]
-    no_repeat_ngram_size: Annotated[
-        int | None, Option("repeat no n-gram of this length, the prompt's included; 0: off", whole(0, " (off)"))
-    ]
+    no_repeat_ngram_size: Annotated[int | None, Option("repeat no n-gram of this length, the prompt's included", off)]
     sequence_bias: Annotated[
         Mapping[tuple[int, ...], float] | Sequence[Any] | None,
         Option("{token ids: bias}: add to the logit of the last id where the others precede it", biases),
     ]
-    logit_bias: Annotated[
-        Mapping[int, float] | None, Option("{token id: bias}: add to the logit of each id", logit_biases)
-    ]
+    logit_bias: Annotated[Mapping[int, float] | None, Option("{token id: bias}: add to its logit", logit_biases)]
     bad_words_ids: Annotated[Sequence[Sequence[int]] | None, Option("forbid these lists of token ids", words)]
     suppress_tokens: Annotated[Sequence[int] | None, Option("forbid these token ids", ids_of)]
-    begin_suppress_tokens: Annotated[
-        Sequence[int] | None, Option("forbid these token ids as the first new token", ids_of)
-    ]
+    begin_suppress_tokens: Annotated[Sequence[int] | None, Option("forbid these ids as the first new token", ids_of)]
     min_new_tokens: Annotated[
-        int | None,
-        Option("let the model end the text no earlier than after this many new tokens", whole(0, " (off)")),
+        int | None, Option("let the model end the text no earlier than after this many new tokens", off)
     ]
-    min_length: Annotated[
-        int | None,
-        Option("as min_new_tokens, which overrides it, with the prompt's tokens counted", whole(0, " (off)")),
-    ]
-    forced_bos_token_id: Annotated[
-        int | None, Option("put this token after a prompt of one token", allowed("a token id", _is_id))
-    ]
+    min_length: Annotated[int | None, Option("as min_new_tokens, which overrides it, with the prompt counted", off)]
+    forced_bos_token_id: Annotated[int | None, Option("put this token after a prompt of one token", token_id)]
     forced_eos_token_id: Annotated[
         int | Sequence[int] | None, Option("end a text of max_new_tokens with this token, or one of these", ids_of)
     ]
@@ -250,9 +252,7 @@ class ScoreKeywords(TypedDict, total=False):
     encoder_repetition_penalty: Annotated[
         float | None, Option("raise the logits of the prompt's tokens if above 1; 1: off", positive)
     ]
-    encoder_no_repeat_ngram_size: Annotated[
-        int | None, Option("repeat no n-gram of the prompt of this length; 0: off", whole(0, " (off)"))
-    ]
+    encoder_no_repeat_ngram_size: Annotated[int | None, Option("repeat no n-gram of the prompt of this length", off)]
     remove_invalid_values: Annotated[bool | None, Option("replace logits that are not finite", flag)]
 
 
@@ -261,49 +261,18 @@ class Keywords(ScoreKeywords, total=False):
 
     max_new_tokens: Annotated[
         int | None,
-        Option(
-            "stop after this many new tokens (default: the model's, or 256)",
-            whole(1),
-            flags=("--max-new-tokens", "-n"),
-        ),
+        Option("stop after this many new tokens (default: the model's, or 256)", count, flags=NEW_TOKENS_FLAGS),
     ]
-    temperature: Annotated[
-        float,
-        Option(
-            "divide the logits by this; 0: greedy",
-            number("0 (greedy) or a positive number", lambda value: 0 <= value < math.inf),
-            0.0,
-        ),
-    ]
-    top_k: Annotated[
-        int | None,
-        Option(
-            "keep the k most probable tokens; 0: all",
-            allowed("0 (off) or a positive integer", _is_id),
-        ),
-    ]
-    top_p: Annotated[
-        float | None,
-        Option(
-            "keep the most probable tokens up to this total probability; 1: all",
-            number("greater than 0 and at most 1 (off)", lambda value: 0 < value <= 1),
-        ),
-    ]
+    temperature: Annotated[float, Option("divide the logits by this; 0: greedy", temperatures, 0.0)]
+    top_k: Annotated[int | None, Option("keep the k most probable tokens; 0: all", counts_or_all)]
+    top_p: Annotated[float | None, Option("keep the most probable tokens up to this total probability; 1: all", masses)]
     min_p: Annotated[
-        float | None,
-        Option(
-            "keep tokens with at least this fraction of the highest probability; 0: all",
-            number("at least 0 (off) and less than 1", lambda value: 0 <= value < 1),
-        ),
+        float | None, Option("keep tokens with at least this fraction of the highest probability; 0: all", fractions)
     ]
     seed: Annotated[int | Sequence[int], Option("use this random seed", seeds, 0)]
-    n: Annotated[int, Option("draw this many samples, with seeds that count up", whole(1), 1)]
+    n: Annotated[int, Option("draw this many samples, with seeds that count up", count, 1)]
     stop: Annotated[
-        str | Sequence[str] | None,
-        Option(
-            r"end the text before this string; \n, \t, \xNN and \uNNNN are escapes, \\ is a backslash; repeatable",
-            texts,
-        ),
+        str | Sequence[str] | None, Option(f"end the text before this string; {ESCAPES}; repeatable", texts)
     ]
     stop_token_ids: Annotated[
         int | Sequence[int],
@@ -313,34 +282,19 @@ class Keywords(ScoreKeywords, total=False):
     drafter: Annotated[str | Specification | None, Option("draft with this method; none: plain decoding")]
     rule: Annotated[
         Rule,
-        Option(
-            "verify drafts by this rule: match or rejection",
-            one_of(*get_args(Rule)),
-            "match",
-            values=get_args(Rule),
-        ),
+        Option("verify drafts by this rule: match or rejection", one_of(*RULES), "match", values=RULES),
     ]
     log_probs: Annotated[bool, Option("return the raw log probabilities of the new tokens", default=False)]
-    top_log_probs: Annotated[
-        int, Option("return the raw log probabilities of this many tokens at each place", whole(0, " (off)"), 0)
-    ]
+    top_log_probs: Annotated[int, Option("return the raw log probabilities of this many tokens at each place", off, 0)]
     processors: Annotated[
-        Sequence[LogitsProcessor],
-        Option(
-            "functions (tokens so far, logits [V]) -> logits [V]",
-            allowed("a list of functions", lambda value: isinstance(value, Sequence) and all(map(callable, value))),
-            (),
-        ),
+        Sequence[LogitsProcessor], Option("functions (tokens so far, logits [V]) -> logits [V]", functions, ())
     ]
-    rows: Annotated[int, Option("decode at most this many prompts at the same time", whole(1), 8)]
+    rows: Annotated[int, Option("decode at most this many prompts at the same time", count, 8)]
     on_prompt: Annotated[
         Callable[[int, int], None] | None,
         Option("function (prompt tokens read, prompt tokens in total)", allowed("a function", callable)),
     ]
-    lora: Annotated[
-        str | None,
-        Option("decode with this loaded LoRA", allowed("the name of a loaded LoRA", lambda v: isinstance(v, str))),
-    ]
+    lora: Annotated[str | None, Option("decode with this loaded LoRA", lora_name)]
 
 
 class ChatKeywords(Keywords, total=False):

@@ -76,9 +76,9 @@ def _version(package: str) -> str | None:
 
 def _kernels() -> dict[str, Any]:
     """The kernels in use, why not faster ones and what to do about it, and the compiler."""
-    found, shortfall = native.library(), native.shortfall()
+    library, shortfall = native.library(), native.shortfall()
     return {
-        "instruction_set": "torch" if found is None else found.instruction_set,
+        "instruction_set": "torch" if library is None else library.instruction_set,
         "instruction_sets": list(build.INSTRUCTION_SETS),
         "why": "" if shortfall is None else shortfall.why,
         "advice": "" if shortfall is None else shortfall.advice,
@@ -133,13 +133,13 @@ def _auto(kernels: str) -> dict[str, Any]:
         "anabranch": _version("anabranch") or "unreleased",
     }
     names = {record["target"]["fingerprint"]: str(record["target"]["name"]) for record in map(read_record, shipped())}
-    found: dict[str, list[dict[str, Any]]] = {"profiles": [], "costs": [], "arms": []}
+    measured: dict[str, list[dict[str, Any]]] = {"profiles": [], "costs": [], "arms": []}
     others = 0
-    for path in [path for kind in found for path in sorted((cache_home() / kind).glob("*.json"))]:
+    for path in [path for kind in measured for path in sorted((cache_home() / kind).glob("*.json"))]:
         kind = path.parent.name
         fact = _measured(path, kind, here, {kernels, "torch"})
         if fact is not None:
-            found[kind].append({"model": names.get(fact["fingerprint"]), **fact})
+            measured[kind].append({"model": names.get(fact["fingerprint"]), **fact})
         else:
             others += kind == "profiles"
     trained = [method.name for method in methods() if method.trained is not None]
@@ -147,7 +147,7 @@ def _auto(kernels: str) -> dict[str, Any]:
         "drafter": str(resolve_spec(AUTO)),
         "trained": trained,
         "folder": str(cache_home() / "profiles"),
-        **found,
+        **measured,
         "other_profiles": others,
     }
 
@@ -179,8 +179,8 @@ def _speedups(path: Path) -> dict[str, dict[str, float]]:
     kept = read_choice(path)
     if kept is None:
         raise ValueError("not yields of drafters")
-    found = {}
+    speedups = {}
     for rows, seen in kept[0].yields().items():
         best = sorted(seen, key=lambda arm: -seen[arm].speedup)
-        found[str(rows)] = {arm: round(seen[arm].speedup, 3) for arm in best}
-    return found
+        speedups[str(rows)] = {arm: round(seen[arm].speedup, 3) for arm in best}
+    return speedups

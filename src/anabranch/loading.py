@@ -27,7 +27,7 @@ __all__ = ["LoadConfig", "Loaded", "check", "load"]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What to load and how; ``api.load`` describes the fields. The command line offers those with an ``Option``.
+    """The model to load and how, as ``api.load`` describes it. The command line offers fields with an ``Option``.
 
     adapters  adapter folders; for all other methods, the adapter shipped for this target is used
     loras     LoRA folders by name, which requests choose from; the weights stay as they are
@@ -70,7 +70,7 @@ class Loaded:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The trained modules of the adapters, for ``methods.make_drafter``."""
-        return tuple(found.module for found in self.adapters)
+        return tuple(adapter.module for adapter in self.adapters)
 
 
 def check(config: LoadConfig) -> None:
@@ -146,7 +146,7 @@ def _load(config: LoadConfig, *, pack: bool, adapters: bool) -> Loaded:
     for name, folder in config.loras:
         target.decoder.add_lora(name, read_lora(folder.expanduser(), target.config))
     folders = [folder.expanduser() for folder in config.adapters]
-    found = find_adapters(target, folders) if adapters else ()
+    trained = find_adapters(target, folders) if adapters else ()
     if target.needs and target.decoder.rider is None:
         raise AdapterError(
             f"{target.title} was tuned together with its {target.needs}, which its main rows attend to, and is another "
@@ -155,11 +155,11 @@ def _load(config: LoadConfig, *, pack: bool, adapters: bool) -> Loaded:
     read = time.perf_counter()
     if pack:
         pack_decoder(target.decoder)
-    loaded = Loaded(target, found, read - began, time.perf_counter() - read)
+    loaded = Loaded(target, trained, read - began, time.perf_counter() - read)
     dtype = str(target.decoder.dtype).removeprefix("torch.")
     LOGGER.info(
         "loaded %s in %.1f s, packed in %.1f s: %s on %s, quantize=%s, adapters of %s",
         *(target.title, loaded.load_seconds, loaded.pack_seconds, dtype, target.decoder.device, target.quantize),
-        ", ".join(adapter.method.name for adapter in found) or "no method",
+        ", ".join(adapter.method.name for adapter in trained) or "no method",
     )
     return loaded

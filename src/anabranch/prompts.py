@@ -16,11 +16,11 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.model.text import ChatTemplate, encode, render_chat
 from anabranch.support.files import LONE_SURROGATES
 
-__all__ = ["Arrays", "Asked", "Ids", "chat_ids", "check_stream", "conversation_ids", "read_prompts"]
+__all__ = ["Arrays", "Ids", "TextOrMessages", "chat_ids", "check_stream", "conversation_ids", "read_prompts"]
 
 Ids: TypeAlias = Sequence[int]
 # a user's text, or a conversation
-Asked: TypeAlias = str | Sequence[Mapping[str, str]]
+TextOrMessages: TypeAlias = str | Sequence[Mapping[str, str]]
 # one prompt or several, depending on the number of dimensions
 Arrays: TypeAlias = Tensor | NDArray[np.integer[Any]] | Mapping[str, Any]
 
@@ -63,7 +63,7 @@ def check_stream(prompts: int) -> None:
 
 def chat_ids(
     tokenizer: Any,
-    text: Asked,
+    text: TextOrMessages,
     *,
     raw: bool = False,
     system: str | None = None,
@@ -120,7 +120,7 @@ def conversation_ids(
 
 
 def _resumes(message: Mapping[str, Any]) -> bool:
-    """Whether a message is the beginning of an answer."""
+    """Return whether a message is the beginning of an answer."""
     return message["role"] == "assistant" and bool(message.get("content")) and not message.get("tool_calls")
 
 
@@ -163,10 +163,10 @@ def _one(item: Any, tokenizer: Any) -> list[int]:
     if isinstance(item, str):
         return _encode(item, tokenizer)
     if isinstance(item, Tensor | np.ndarray | Mapping):
-        single, found = _encoding(item) if isinstance(item, Mapping) else _array(item)
-        if not single and len(found) > 1:
-            raise InputError(f"an item of a list of prompts must be one prompt, got {len(found)} in one item")
-        return found[0]
+        single, lists = _encoding(item) if isinstance(item, Mapping) else _array(item)
+        if not single and len(lists) > 1:
+            raise InputError(f"an item of a list of prompts must be one prompt, got {len(lists)} in one item")
+        return lists[0]
     ids = _ids(item) if isinstance(item, Sequence) and not isinstance(item, bytes) else None
     if ids is None:
         raise InputError(f"an item of a list of prompts must be a string or token ids, got {item!r}")
@@ -207,8 +207,8 @@ def _array(array: Tensor | NDArray[Any], what: str = "token ids") -> tuple[bool,
 
 def _encoding(encoding: Mapping[str, Any]) -> tuple[bool, list[list[int]]]:
     if IDS not in encoding:
-        found = ", ".join(map(repr, encoding)) or "an empty one"
-        raise InputError(f"a mapping given as a prompt must contain {IDS!r}, got {found}")
+        names = ", ".join(map(repr, encoding)) or "an empty one"
+        raise InputError(f"a mapping given as a prompt must contain {IDS!r}, got {names}")
     if unknown := [name for name in encoding if name not in UNUSED | {IDS, MASK}]:
         raise InputError(f"the encoding of a prompt may contain {IDS!r} and {MASK!r}, got {unknown[0]!r}; leave it out")
     single, rows = _integers(encoding[IDS], IDS)
@@ -239,9 +239,9 @@ def _integers(values: Any, name: str) -> tuple[bool, list[list[int]]]:
     rows = []
     for row in values:
         if isinstance(row, Tensor | np.ndarray | list | tuple):
-            single, found = _integers(row, name)
+            single, lists = _integers(row, name)
             if single:
-                rows += found
+                rows += lists
                 continue
         raise InputError(f"{wrong}, got an item {row!r}")
     return False, rows

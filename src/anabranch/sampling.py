@@ -83,22 +83,22 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the most probable one: temperature 0."""
+        """Return whether each token is the most probable one: temperature 0."""
         return self.temperature == 0
 
     @property
     def needs_history(self) -> bool:
-        """Whether the distribution at a node depends on earlier tokens other than through the logits."""
+        """Return whether the distribution at a node depends on earlier tokens other than through the logits."""
         return self.repetition_penalty != 1 or bool(self.processors)
 
     @property
     def whole(self) -> bool:
-        """Whether the distribution is softmax(logits / temperature), with no token cut off and no penalty."""
+        """Return whether the distribution is softmax(logits / temperature), with no token cut off and no penalty."""
         return not (self.cut or self.greedy or self.needs_history)
 
     @property
     def cut(self) -> bool:
-        """Whether improbable tokens are cut off."""
+        """Return whether improbable tokens are cut off."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from anabranch.adapters.folder import SHIPPED
 from anabranch.api import load
@@ -174,3 +175,69 @@ def test_an_incomplete_record(anabranch: Anabranch, toys: ToyFolders, tmp_path: 
     done = anabranch("info", tmp_path)
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "is incomplete" in done.err
+
+
+def odd(folder: Path, name: str) -> Path:
+    """Something that is neither a model nor an adapter."""
+    path = folder / name
+    path.mkdir()
+    if name == "no config":
+        (path / "model.safetensors").touch()
+    elif name == "no weights":
+        (path / "config.json").write_text('{"model_type": "llama"}')
+    elif name == "broken config":
+        (path / "config.json").write_text("{")
+    elif name == "unknown family":
+        (path / "config.json").write_text('{"model_type": "mamba"}')
+        save_file({"x": torch.zeros(1)}, path / "model.safetensors")
+    elif name == "LoRA without modules":
+        (path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    elif name.endswith("architecture"):
+        from gguf import GGUFWriter
+
+        path = path / "model.gguf"
+        writer = GGUFWriter(str(path), "mamba")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    elif "file" in name:
+        path = path / ("notes.gguf" if "GGUF" in name else "notes.txt")
+        path.write_text("hello")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("empty folder", "neither adapter_config.json nor config.json"),
+        ("no config", "neither adapter_config.json nor config.json"),
+        ("no weights", "neither model.safetensors nor model.safetensors.index.json"),
+        ("broken config", "is not JSON"),
+        ("unknown family", "mamba"),
+        ("LoRA without modules", "names no target_modules"),
+        ("unknown architecture", "mamba"),
+        ("a file", "is neither a folder nor a .gguf file"),
+        ("a file called GGUF", "is not a GGUF file"),
+    ],
+)
+def test_odd_inputs_are_refused_in_one_sentence(anabranch: Anabranch, tmp_path: Path, name: str, said: str) -> None:
+    done = anabranch("info", odd(tmp_path, name), "--json")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert said in done.err
+    assert f"error: {json.loads(done.out)['error']}\n" == done.err
+
+
+def test_errors_are_json_too(anabranch: Anabranch) -> None:
+    for words, kind, code in (
+        (["info", ""], "InputError", 1),
+        (["generate", "--json", "--threads", "0", "hello"], "InputError", 1),
+        (["generate"], "UsageError", 2),
+        (["simulate", "none.jsonl"], "FileError", 1),
+        (["train", "streams"], "UsageError", 2),
+        (["bench", "--no-such-option"], "UsageError", 2),
+    ):
+        done = anabranch(*words, "--json")
+        assert (done.code, json.loads(done.out)["kind"]) == (code, kind)
+        assert done.err == f"error: {json.loads(done.out)['error']}\n"
+        assert anabranch(*[word for word in words if word != "--json"]).out == ""

@@ -66,7 +66,7 @@ def certify(
     max_new_tokens: int,
     sampling: SamplingParams | None = None,
     rows: int = 1,
-    report: Callable[[Certificate], None] = lambda found: None,
+    report: Callable[[Certificate], None] = lambda certificates: None,
 ) -> list[Certificate]:
     """Decode every prompt plainly and with the drafter ``spec``, and compare the tokens.
 
@@ -86,11 +86,11 @@ def certify(
     requests = [Request(prompt, max_new_tokens, sampling, stop) for prompt in prompts]
     plain = _Decoding(target, make_drafter("none", target.decoder), requests, rows=1)
     drafted = _Decoding(target, make_drafter(spec, target.decoder, *modules), requests, rows=rows)
-    found = []
+    certificates = []
     for index, request in enumerate(requests):
-        found.append(_compare(target, index, request, plain.tokens(index), drafted.tokens(index)))
-        report(found[-1])
-    return found
+        certificates.append(_compare(target, index, request, plain.tokens(index), drafted.tokens(index)))
+        report(certificates[-1])
+    return certificates
 
 
 class _Decoding:
@@ -164,5 +164,5 @@ def last_logits(target: Target, text: Sequence[int], width: int, *, prompt: int)
     last = Inputs.of_prompt(list(text[start:]))
     logits_MV = decoder(last, cache, rider=decoder.rider, need="logits").logits_MV
     assert logits_MV is not None
-    found: Tensor = logits_MV.float()
-    return found
+    logits: Tensor = logits_MV.float()
+    return logits

@@ -49,7 +49,7 @@ Samples = Counter[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Design:
-    """What the tests must be able to find.
+    """The sensitivity of the tests.
 
     effect  the smallest difference that matters, as Cohen's w; every difference of a total variation of w / 2 over
             the cells counts
@@ -127,8 +127,8 @@ class SamplingCertificate:
     @property
     def missed(self) -> list[int]:
         """The contexts after which the wrong rule was not found."""
-        found = {each.context for each in self.findings if each.arm == WRONG and each.rejected}
-        return [index for index in range(len(self.contexts)) if index not in found]
+        sampled = {each.context for each in self.findings if each.arm == WRONG and each.rejected}
+        return [index for index in range(len(self.contexts)) if index not in sampled]
 
     @property
     def verdict(self) -> Verdict:
@@ -227,8 +227,8 @@ def certify_sampling(
         drafted, drafting = one(DRAFTER, drafter, index, rule)
         wrong, _ = one(WRONG, _wrong(target, control, context, design), index, "rejection")
         stats.append(drafting)
-        for arm, found in ((DRAFTER, drafted), (WRONG, wrong)):
-            tests += _tests(index, arm, found, control, design)
+        for arm, sampled in ((DRAFTER, drafted), (WRONG, wrong)):
+            tests += _tests(index, arm, sampled, control, design)
             report(f"context {index + 1} of {len(contexts)}, {arm}: {_shown(tests[-len(TOKENS) :])}")
     merged = Stats.merged(stats)
     return SamplingCertificate(
@@ -244,11 +244,11 @@ def _wrong(target: Target, control: Samples, context: Context, design: Design) -
     return TopKAsSampled(probs_V / probs_V.sum(), len(context.tokens), wrong=design.effect)
 
 
-def _tests(context: int, arm: str, found: Samples, control: Samples, design: Design) -> list[Finding]:
+def _tests(context: int, arm: str, sampled: Samples, control: Samples, design: Design) -> list[Finding]:
     """All tests of an arm after one context; which of them reject is said later."""
     tests = []
     for tokens, part in TOKENS.items():
-        cells = pooled(_part(found, part), _part(control, part), design.cells)
+        cells = pooled(_part(sampled, part), _part(control, part), design.cells)
         test = homogeneity(cells)
         tests.append(
             Finding(context, arm, tokens, tuple(cells), test, total_variation(cells), noise_of(cells), rejected=False)

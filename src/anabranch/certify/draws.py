@@ -101,8 +101,8 @@ class TopKAsSampled(Drafter):
 
 def seeds(seed: int, arm: int, context: int, count: int) -> list[int]:
     """Seeds of independent samples, different for every arm and context."""
-    found: list[int] = np.random.SeedSequence([seed & WORD, arm, context]).generate_state(count, np.uint64).tolist()
-    return found
+    numbers: list[int] = np.random.SeedSequence([seed & WORD, arm, context]).generate_state(count, np.uint64).tolist()
+    return numbers
 
 
 def sampling_scheduler(target: Target, rows: int) -> Scheduler:
@@ -160,7 +160,7 @@ def choose_contexts(
         Request(prompt, max_new_tokens, sampling, frozenset(target.config.eos_token_ids), rule) for prompt in prompts
     ]
     tickets = [scheduler.submit(request, drafter) for request in requests]
-    found = []
+    contexts = []
     for index, ticket in enumerate(tickets):
         text, places = list(ticket.request.prompt_ids), []
         start = len(text)
@@ -170,13 +170,13 @@ def choose_contexts(
             text += step.tokens
         context = _most_open(target, index, text, start, places or range(start, len(text)), sampling)
         if context is not None:
-            found.append(context)
-    if not found:
+            contexts.append(context)
+    if not contexts:
         raise InputError(
             "the target is nearly certain of every next token after these prompts, so samples cannot tell "
             "distributions apart; raise the temperature or give other prompts"
         )
-    return found
+    return contexts
 
 
 def _most_open(

@@ -157,7 +157,7 @@ def _absorb(
 
 
 def homogeneity(cells: Sequence[Cell]) -> ChiSquare:
-    """Whether two samples of equal size are from one distribution: sum (a - b)^2 / (a + b) over the cells."""
+    """Test whether two samples of equal size are from one distribution: sum (a - b)^2 / (a + b) over the cells."""
     statistic = sum((cell.first - cell.second) ** 2 / (cell.first + cell.second) for cell in cells)
     return ChiSquare.of(float(statistic), len(cells) - 1)
 
@@ -177,7 +177,7 @@ def noise_of(cells: Sequence[Cell]) -> float:
 
 # -- one sample, several tests -------------------------------------------------------------------------------------
 def goodness_of_fit(counts: Sequence[float], probabilities: Sequence[float]) -> ChiSquare:
-    """Whether a sample is from a known distribution; cells of an expected count below 5 are pooled.
+    """Test whether a sample is from a known distribution; cells of an expected count below 5 are pooled.
 
     counts [C], probabilities [C]: how often each outcome occurred, and how probable it is. An outcome of probability 0
     that occurred gives an infinite statistic.
@@ -199,7 +199,7 @@ def goodness_of_fit(counts: Sequence[float], probabilities: Sequence[float]) -> 
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
-    """Which of several tests reject, so that none rejects wrongly with a probability of at least 1 - ``alpha``.
+    """Tell which of several tests reject, so that none rejects wrongly with a probability of at least 1 - ``alpha``.
 
     Holm (1979): the smallest p-value is compared with alpha / n, the next with alpha / (n - 1), until one is larger.
 

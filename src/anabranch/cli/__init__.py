@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -63,7 +65,8 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
-    Exit statuses: 1 for an error, with a one-sentence message; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM.
+    Exit statuses: 1 for an error, with a one-sentence message; 2 for wrong usage; 130 for Ctrl-C, 143 for SIGTERM. With
+    --json, standard output gets {"error": message, "kind": name of the error's class}, too.
     Both signals raise KeyboardInterrupt in the command, which keeps its results so far. 141 where the reader of
     standard output has ended, and 1 where that cannot be written for another reason.
     """
@@ -74,8 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reconfigure is not None:
             reconfigure(errors="replace")
     warnings.showwarning = _show_warning  # type: ignore[assignment]
+    as_json = "--json" in (sys.argv[1:] if arguments is None else arguments)
     with sigterm_raises() as received, Notices():
-        code = _run(arguments)
+        code = _run(arguments, as_json=as_json)
     if code == INTERRUPTED:
         code = TERMINATED if received else INTERRUPTED
         print("\nstopped", file=sys.stderr)
@@ -91,11 +95,11 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> N
         _say("warning: ", "bold yellow", str(message))
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str] | None, *, as_json: bool) -> int:
     try:
         code = app(args=arguments, prog_name="anabranch", standalone_mode=False)
     except AnabranchError as error:
-        _complain(str(error))
+        _complain(str(error), type(error).__name__ if as_json else "")
         return USAGE if isinstance(error, UsageError) else 1
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -107,21 +111,25 @@ def _run(arguments: Sequence[str] | None) -> int:
         # typer may use its own copy of click, so usage errors are recognised by their method
         if not hasattr(error, "format_message"):
             raise
-        return _misused(error)
+        return _misused(error, as_json=as_json)
     return code if isinstance(code, int) else 0
 
 
-def _misused(error: Any) -> int:
+def _misused(error: Any, *, as_json: bool) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return USAGE
     context = getattr(error, "ctx", None)
     see = "" if context is None else f" (see '{context.command_path} --help')"
-    _complain(str(error.format_message()).rstrip(".") + see)
+    _complain(str(error.format_message()).rstrip(".") + see, UsageError.__name__ if as_json else "")
     return int(getattr(error, "exit_code", USAGE))
 
 
-def _complain(sentence: str) -> None:
+def _complain(sentence: str, kind: str = "") -> None:
+    """Print an error on standard error; with a ``kind``, also as JSON on standard output."""
+    if kind:
+        with suppress(OSError):
+            print(json.dumps({"error": sentence, "kind": kind}), flush=True)
     _say("error: ", "bold red", sentence)
 
 

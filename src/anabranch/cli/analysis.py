@@ -52,11 +52,11 @@ class SimulateConfig:
             "k": _numbers("--k", self.k),
             "threshold": _numbers("--threshold", self.threshold, whole=False),
         }
-        asked = {name: values for name, values in axes.items() if values}
-        if not asked and not self.drop_source:
+        given = {name: values for name, values in axes.items() if values}
+        if not given and not self.drop_source:
             return [Cut()]
-        combinations = itertools.product(*asked.values())
-        return [Cut(), *(Cut(**dict(zip(asked, c, strict=True)), drop=self.drop_source) for c in combinations)]
+        combinations = itertools.product(*given.values())
+        return [Cut(), *(Cut(**dict(zip(given, c, strict=True)), drop=self.drop_source) for c in combinations)]
 
 
 @configured
@@ -80,8 +80,8 @@ def simulate(config: SimulateConfig) -> None:
     recording = read_trace(config.trace)
     _check_sources(config, recording.sources() if config.drop_source else [])
     table = Latency.of(recording) if config.latency is None else Latency.read(config.latency)
-    found = [replay(recording, cut, latency=table) for cut in cuts]
-    if found[0].steps == 0:
+    predictions = [replay(recording, cut, latency=table) for cut in cuts]
+    if predictions[0].steps == 0:
         raise InputError(f"{config.trace} has no steps; record a decoding first")
     alpha = overlap(recording)
     if config.as_json:
@@ -93,11 +93,11 @@ def simulate(config: SimulateConfig) -> None:
                 "settings": dict(recording.settings),
                 "alpha_from_p_and_q": alpha,
             },
-            "predictions": [prediction.to_dict() for prediction in found],
+            "predictions": [prediction.to_dict() for prediction in predictions],
         }
         print(json.dumps(record))
         return
-    _show(found, alpha)
+    _show(predictions, alpha)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def _check_sources(config: SimulateConfig, known: Sequence[str]) -> None:
         raise InputError(f"nothing in {config.trace} was drafted by {unknown[0]!r}; {named}")
 
 
-def _show(found: list[Prediction], alpha: float | None) -> None:
+def _show(predictions: list[Prediction], alpha: float | None) -> None:
     from anabranch.cli.layout import output, print_tables
     from anabranch.support.table import Table
 
@@ -161,7 +161,7 @@ def _show(found: list[Prediction], alpha: float | None) -> None:
             "" if prediction.alpha is None else f"{prediction.alpha:.3f}",
             "" if prediction.tokens_per_second is None else f"{prediction.tokens_per_second:.1f}",
         )
-        for prediction in found
+        for prediction in predictions
     ]
     titles = ("drafts", "tokens/\nstep", "floor", "nodes/\nstep", "filled", "alpha", "tokens/s")
     console = output()

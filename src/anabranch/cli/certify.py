@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from anabranch.certify import Certificate, Design, SamplingCertificate
     from anabranch.loading import Loaded
     from anabranch.methods import Spec
-    from anabranch.prompts import Asked
+    from anabranch.prompts import TextOrMessages
     from anabranch.support.table import Table
 
 __all__ = ["CertifyConfig", "DistributionTest", "certify"]
@@ -47,7 +47,7 @@ class DistributionTest:
 
     @property
     def design(self) -> Design:
-        """What the tests must find. Raises InputError for a value out of range."""
+        """The sensitivity of the tests. Raises InputError for a value out of range."""
         from anabranch.certify import Design
 
         check({"rule": self.rule})
@@ -120,26 +120,28 @@ def _check(config: CertifyConfig) -> None:
         check_output(config.test.html, force=config.force, what="the page", option="--html")
 
 
-def _ids(config: CertifyConfig, loaded: Loaded, text: Asked) -> list[int]:
+def _ids(config: CertifyConfig, loaded: Loaded, text: TextOrMessages) -> list[int]:
     from anabranch.prompts import chat_ids
 
     return chat_ids(loaded.target.tokenizer, text, raw=config.prompts.raw, model=loaded.target.name)
 
 
 # -- the same tokens -----------------------------------------------------------------------------------------------
-def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[tuple[Asked, str]]) -> None:
+def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[tuple[TextOrMessages, str]]) -> None:
     from anabranch.certify import certify as run
     from anabranch.cli.layout import say, status_console
 
     console = status_console()
 
-    def report(found: Certificate) -> None:
+    def report(certificate: Certificate) -> None:
         where = ""
-        if found.at is not None:
-            where = f" at token {found.at}: margin {found.margin}, rounding {found.noise}"
-        console.print(f"{found.prompt + 1}/{len(prompts)} {prompts[found.prompt][1]}: {found.verdict}{where}")
+        if certificate.at is not None:
+            where = f" at token {certificate.at}: margin {certificate.margin}, rounding {certificate.noise}"
+        console.print(
+            f"{certificate.prompt + 1}/{len(prompts)} {prompts[certificate.prompt][1]}: {certificate.verdict}{where}"
+        )
 
-    found = run(
+    certificates = run(
         loaded.target,
         loaded.modules,
         drafter,
@@ -149,21 +151,21 @@ def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[
         rows=config.rows or ROWS,
         report=report,
     )
-    counts = {verdict: sum(c.verdict == verdict for c in found) for verdict in ("equal", "tie", "BUG")}
+    counts = {verdict: sum(c.verdict == verdict for c in certificates) for verdict in ("equal", "tie", "BUG")}
     if config.as_json:
-        print(json.dumps({"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in found]}))
+        print(json.dumps({"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in certificates]}))
     else:
         said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
-        say(f"{said} of {len(found)} prompts with {drafter}")
+        say(f"{said} of {len(certificates)} prompts with {drafter}")
     raise typer.Exit(1 if counts["BUG"] else 0)
 
 
 # -- the same distribution -----------------------------------------------------------------------------------------
-def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[Asked]) -> None:
+def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[TextOrMessages]) -> None:
     from anabranch.certify import certify_sampling, html_page
     from anabranch.cli.layout import print_tables, say, status_console
 
-    found = certify_sampling(
+    certificate = certify_sampling(
         loaded.target,
         loaded.modules,
         drafter,
@@ -176,23 +178,23 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
         report=status_console().print,
     )
     if config.test.html is not None:
-        page = html_page(found, loaded.target.title, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
+        page = html_page(certificate, loaded.target.title, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
         write_atomically(config.test.html, page)
     if config.as_json:
-        print(json.dumps({"model": loaded.target.title, **found.to_dict()}))
+        print(json.dumps({"model": loaded.target.title, **certificate.to_dict()}))
     else:
-        print_tables([_table(found)])
-        say(f"{found.verdict}: {found.reason} ({found.drafter}, rule {found.rule})")
-    raise typer.Exit(0 if found.verdict == "lossless" else 1)
+        print_tables([_table(certificate)])
+        say(f"{certificate.verdict}: {certificate.reason} ({certificate.drafter}, rule {certificate.rule})")
+    raise typer.Exit(0 if certificate.verdict == "lossless" else 1)
 
 
-def _table(found: SamplingCertificate) -> Table:
+def _table(certificate: SamplingCertificate) -> Table:
     """One row for each test of the drafter, with the p-value of the wrong rule beside it."""
     from anabranch.certify import DRAFTER
     from anabranch.support.table import Table
 
     titles = ("context", "tokens", "cells", "chi-square", "p", "total\nvariation", "noise", "wrong rule's\np")
-    wrong = {(each.context, each.tokens): each for each in found.findings if each.arm != DRAFTER}
+    wrong = {(each.context, each.tokens): each for each in certificate.findings if each.arm != DRAFTER}
     rows = [
         (
             each.context + 1,
@@ -204,7 +206,7 @@ def _table(found: SamplingCertificate) -> Table:
             f"{each.noise:.4f}",
             f"{wrong[each.context, each.tokens].test.p_value:.2g}",
         )
-        for each in found.findings
+        for each in certificate.findings
         if each.arm == DRAFTER
     ]
-    return Table(titles, rows, f"{found.samples:,} samples per arm and context", left=0)
+    return Table(titles, rows, f"{certificate.samples:,} samples per arm and context", left=0)

@@ -180,28 +180,28 @@ class Conversation:
                 "drafter": self.drafter,
                 "on_prompt": on_prompt,
             }
-            text, found = show.show(self.model.stream(ids, **call), wait=wait, marker=marker, stopped=stopped)
-        if found is None and not text:
+            text, result = show.show(self.model.stream(ids, **call), wait=wait, marker=marker, stopped=stopped)
+        if result is None and not text:
             note("stopped before the answer began; /retry sends the message again")
             return
         answer = {"role": "assistant", "content": text}
-        self.messages = [*messages, answer if found is not None else {**answer, "interrupted": True}]
-        self._full = ids if found is not None else None
-        if found is None:
+        self.messages = [*messages, answer if result is not None else {**answer, "interrupted": True}]
+        self._full = ids if result is not None else None
+        if result is None:
             note("stopped; the answer so far is kept")
             return
         if marker is not None:
-            typer.echo(marker.legend(found.stats), err=True)
-        self._count(found)
+            typer.echo(marker.legend(result.stats), err=True)
+        self._count(result)
 
-    def _count(self, found: Generation) -> None:
+    def _count(self, result: Generation) -> None:
         """Add an answer to the statistics; print why it ended, unless the model ended it."""
-        self.answered.append(found.stats)
-        ended = show.ending(found, self.model)
-        why = show.explained(ended, found, self.model, more="start chat with --max-new-tokens")
+        self.answered.append(result.stats)
+        ended = show.ending(result, self.model)
+        why = show.explained(ended, result, self.model, more="start chat with --max-new-tokens")
         if ended == "model_limit":
             why += "; /reset starts a new conversation"
-        self._last = [*show.rates(found.stats, found.drafter), *show.lesser_kernels(self.model), why]
+        self._last = [*show.rates(result.stats, result.drafter), *show.lesser_kernels(self.model), why]
         if self.shows_stats:
             show.sentences(self._last)
         elif ended != "end_token":
@@ -300,16 +300,16 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    asked = False
+    stopping = False
 
     def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal stopping
+        if stopping:
             raise KeyboardInterrupt
-        asked = True
+        stopping = True
 
     before = signal.signal(signal.SIGINT, ask)
     try:
-        yield lambda: asked
+        yield lambda: stopping
     finally:
         signal.signal(signal.SIGINT, before)

@@ -54,9 +54,9 @@ def configured(verb: Callable[..., None]) -> Callable[..., None]:
         given = {name: value for name, value in values.items() if name not in names}
         verb(**{name: values[name] for name in names}, config=build(kind, given))
 
-    found = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others), *parameters(kind)]
+    offered = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others), *parameters(kind)]
     called.__name__, called.__doc__, called.__module__ = verb.__name__, verb.__doc__, verb.__module__
-    return _signed(called, found)
+    return _signed(called, offered)
 
 
 def extended(
@@ -77,15 +77,15 @@ def extended(
         given = {name: value for name in more if (value := values.pop(name)) is not None}
         verb(build(kind, values), given)
 
-    found = list(parameters(kind))
+    offered = list(parameters(kind))
     for name, option in more.items():
         first = next((shown_value(option.of(recipe, name)) for recipe in recipes.values()), "")
         default = f"  [default: {first}]" if first else ""
         hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help + default)]  # noqa: UP045
-        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+        offered.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     called.__doc__ = help
     single = typer.Typer(add_completion=False, **HELP)
-    single.command(name, cls=Verb)(_signed(called, found))
+    single.command(name, cls=Verb)(_signed(called, offered))
     made = get_command(single)
     assert isinstance(made, Verb)
     made.recipes = recipe_rows(more, recipes)
@@ -110,10 +110,10 @@ def shown_value(value: Any) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _signed(called: Callable[..., None], found: list[inspect.Parameter]) -> Callable[..., None]:
+def _signed(called: Callable[..., None], offered: list[inspect.Parameter]) -> Callable[..., None]:
     """Give a function the signature that typer reads."""
-    called.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
+    called.__signature__ = inspect.Signature(offered)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in offered}
     return called
 
 

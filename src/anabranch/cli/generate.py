@@ -246,7 +246,7 @@ def _record(loaded: Model, result: Generation, config: GenerateConfig) -> dict[s
 
 
 def _recorded(
-    chunks: Generator[Chunk, None, None], loaded: Model, asked: list[int], call: Keywords, config: GenerateConfig
+    chunks: Generator[Chunk, None, None], loaded: Model, ids: list[int], call: Keywords, config: GenerateConfig
 ) -> Generator[Chunk, None, None]:
     """Pass ``chunks`` on and record their steps; to record every position, replace them by plain decoding."""
     from anabranch.analysis.trace import TraceWriter
@@ -262,7 +262,7 @@ def _recorded(
         if config.every_position:
             checked, decoder = Options(call), loaded.target.decoder
             drafter = make_drafter(loaded.spec, decoder, *(adapter.module for adapter in loaded.adapters))
-            request, watched = checked.request(asked, loaded.target), writer.watch(drafter, decoder)
+            request, watched = checked.request(ids, loaded.target), writer.watch(drafter, decoder)
             stop = checked.stops(loaded.target)
             chunks = stream(Scheduler(decoder, rows=1), request, watched, loaded.tokenizer, stop=stop)
         with closing(chunks):
@@ -271,18 +271,18 @@ def _recorded(
                 yield chunk
 
 
-def _compare(loaded: Model, asked: list[int], call: Keywords, drafter: str) -> dict[str, Any]:
+def _compare(loaded: Model, ids: list[int], call: Keywords, drafter: str) -> dict[str, Any]:
     """Alternate plain decoding and the drafter on the same prompt; rates and the paired speedup are medians."""
     rates: dict[str, list[float]] = {"none": [], drafter: []}
     tokens: dict[str, list[int]] = {}
     warm_up: Keywords = {**call, "max_new_tokens": 8, "drafter": "none"}
-    loaded.generate(asked, **warm_up)  # the drafter has just run
+    loaded.generate(ids, **warm_up)  # the drafter has just run
     for _ in range(COMPARED_RUNS):
         for spec, measured in rates.items():
             one: Keywords = {**call, "drafter": spec}
-            found = loaded.generate(asked, **one)
-            tokens[spec] = found.token_ids
-            measured.append(found.stats.tokens_per_second)
+            result = loaded.generate(ids, **one)
+            tokens[spec] = result.token_ids
+            measured.append(result.stats.tokens_per_second)
     ratios = [mine / plain for mine, plain in zip(rates[drafter], rates["none"], strict=True)]
     return {
         "speedup": round(statistics.median(ratios), 4),

@@ -100,17 +100,17 @@ def _lines(source: str) -> list[Line]:
         where = "standard input"
     else:
         numbered, where = read_lines(Path(source).expanduser()), source
-    found: dict[str | int, Line] = {}
+    lines: dict[str | int, Line] = {}
     for number, text in numbered:
         if not text.strip():
             continue
         line = _line(number, text, where)
-        if line.id in found:
+        if line.id in lines:
             raise InputError(f"line {number} of {where} has the id {line.id!r} of an earlier line; give each its own")
-        found[line.id] = line
-    if not found:
+        lines[line.id] = line
+    if not lines:
         raise FileError(f"{where} has no prompts")
-    return list(found.values())
+    return list(lines.values())
 
 
 def _line(number: int, text: str, where: str) -> Line:
@@ -201,7 +201,7 @@ class _Output:
             return set()
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        found: set[str | int] = set()
+        ids: set[str | int] = set()
         for number, line in enumerate(whole.splitlines(), 1):
             row = parse_object(line, f"line {number} of {self.path}", "give another --out, or --force to replace it")
             if row.get("id") not in wanted:
@@ -209,10 +209,10 @@ class _Output:
                     f"{self.path} has other answers: no prompt has the id {shown(row.get('id'))} of its line {number}; "
                     "give another --out, or --force to replace it"
                 )
-            found.add(row["id"])
+            ids.add(row["id"])
         if len(whole) < len(data):
             os.truncate(self.path, len(whole))
-        return found
+        return ids
 
     def append(self, record: Mapping[str, Any], progress: str) -> None:
         """Write a line whole. Raises FileError if there is no room for it."""

@@ -51,9 +51,9 @@ class Verbs(TyperGroup):
 
 
 def _write_methods(command: Any, formatter: Any) -> None:
-    if any(parameter.name in DRAFTERS for parameter in command.params) and (found := list(methods())):
+    if any(parameter.name in DRAFTERS for parameter in command.params) and (listed := list(methods())):
         with formatter.section("Drafters, combined with +"):
-            formatter.write_dl([*found, *_installed()])
+            formatter.write_dl([*listed, *_installed()])
 
 
 def _installed() -> Iterator[tuple[str, str]]:
@@ -90,14 +90,14 @@ def methods() -> Iterator[tuple[str, str]]:
     Read from the syntax trees of ``METHOD = Method(...)``, since importing the registry imports torch.
     """
     folder = Path(__file__).parents[1] / "methods"
-    found = {}
+    summaries = {}
     for path in [*folder.glob("*.py"), *folder.glob("*/entry.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             made = node.value if isinstance(node, ast.Assign) else None
             if isinstance(made, ast.Call) and ast.unparse(made.func) == "Method":
                 entry = {word.arg: word.value for word in made.keywords}
-                found[str(ast.literal_eval(entry["name"]))] = str(ast.literal_eval(entry["summary"]))
-    yield from sorted(found.items())
+                summaries[str(ast.literal_eval(entry["name"]))] = str(ast.literal_eval(entry["summary"]))
+    yield from sorted(summaries.items())
 
 
 def _first_sentence(text: str) -> str:

@@ -93,6 +93,8 @@ def info(
     if what is None:
         _installation(as_json)
         return
+    if not what.strip():
+        raise InputError("the name is empty; give a model or an adapter, or nothing to describe this machine")
     path = Path(what).expanduser()
     adapters = {folder.name: folder for folder in shipped()}
     if what in adapters and not path.exists():
@@ -111,23 +113,23 @@ def info(
 def _installation(as_json: bool) -> None:
     from anabranch.installation import describe_installation
 
-    found = describe_installation()
+    facts = describe_installation()
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(facts))
         return
     from anabranch.cli.layout import print_facts
 
-    processor, kernels, caches = found["processor"], found["kernels"], found["caches"]
+    processor, kernels, caches = facts["processor"], facts["kernels"], facts["caches"]
     quota = "none" if processor["cpu_quota"] is None else f"{processor['cpu_quota']:g} CPUs"
     print_facts(
         {
-            "Versions": {name: value or "not installed" for name, value in found["versions"].items()},
+            "Versions": {name: value or "not installed" for name, value in facts["versions"].items()},
             "Processor": {
                 "name": processor["name"],
                 "features": ", ".join(processor["features"]) or "none used by the kernels",
                 "CPUs": f"{processor['usable_cpus']} usable of {processor['cpus']}, container quota {quota}",
                 "threads": str(processor["threads"]),
-                "GPUs": ", ".join(found["gpus"]) or "none",
+                "GPUs": ", ".join(facts["gpus"]) or "none",
             },
             "Kernels": {
                 "in use": kernels["instruction_set"],
@@ -140,8 +142,8 @@ def _installation(as_json: bool) -> None:
                 **{name: f"{size / 1e6:,.1f} MB" for name, size in caches["bytes"].items()},
                 "default model": "present" if caches["default_model"] else "missing; 'anabranch pull' downloads it",
             },
-            "Environment": found["environment"],
-            "Drafter auto": _auto(found["auto"]),
+            "Environment": facts["environment"],
+            "Drafter auto": _auto(facts["auto"]),
         }
     )
 
@@ -151,24 +153,24 @@ def _capabilities(model: str | None, as_json: bool) -> None:
     from anabranch.capabilities import matrix
 
     if model is None:
-        found = matrix()
+        answers = matrix()
     else:
         from anabranch.api import load
 
         if model == "default":
             fetch_default()
         with load(model, drafter="none") as loaded:
-            found = matrix(loaded.supports)
+            answers = matrix(loaded.supports)
     if as_json:
-        print(json.dumps([asdict(row) for row in found]))
+        print(json.dumps([asdict(row) for row in answers]))
         return
     from anabranch.cli.layout import output, print_tables, say
     from anabranch.support.table import Table
 
-    reasons = list(dict.fromkeys(cell.reason for row in found for cell in row.cells.values() if not cell))
-    titles = [name.replace(", ", "\n") for name in found[0].cells]
+    reasons = list(dict.fromkeys(cell.reason for row in answers for cell in row.cells.values() if not cell))
+    titles = [name.replace(", ", "\n") for name in answers[0].cells]
     rows = []
-    for row in found:
+    for row in answers:
         cells = ["yes" if cell else f"no ({reasons.index(cell.reason) + 1})" for cell in row.cells.values()]
         made = f"train {row.trained}" if row.trained else ""
         rows.append((row.drafter, "yes" if row.adaptive else "no", *cells, made))
@@ -183,24 +185,24 @@ def _capabilities(model: str | None, as_json: bool) -> None:
 def _auto(auto: dict[str, Any]) -> dict[str, str]:
     facts = {
         "methods": f"{auto['drafter']}, merged with the method of the adapter ({', '.join(auto['trained'])}); with "
-        "adapters of several methods, the one that lately was the fastest",
+        "adapters of several methods, the one that was the fastest in recent steps",
         "nodes": "chosen at every step from the measured acceptance, the costs below and the load; none is a choice",
     }
     for kind in ("costs", "profiles"):  # a profile takes precedence over costs measured at load
-        for found in auto[kind]:
-            name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}"
-            facts[name] = f"costs of forward passes measured at load on {found['date']}"
+        for known in auto[kind]:
+            name = f"{known['model'] or 'model ' + known['fingerprint'][:12]}, {known['dtype']}"
+            facts[name] = f"costs of forward passes measured at load on {known['date']}"
             if kind == "profiles":
-                gain = f"{found['speedup']:.2f} times plain decoding"
-                facts[name] = f"costs tuned on {found['date']}; fastest was {found['drafter']}, {gain}"
-                if found["default"] != "auto":
+                gain = f"{known['speedup']:.2f} times plain decoding"
+                facts[name] = f"costs tuned on {known['date']}; fastest was {known['drafter']}, {gain}"
+                if known["default"] != "auto":
                     facts[name] += ", which single prompts use where no drafter is named"
-    for number, found in enumerate(auto["arms"], 1):
-        name = f"{found['model'] or 'model ' + found['fingerprint'][:12]}, {found['dtype']}, choice {number}"
-        facts[name] = f"until {found['date']}: " + "; ".join(
+    for number, known in enumerate(auto["arms"], 1):
+        name = f"{known['model'] or 'model ' + known['fingerprint'][:12]}, {known['dtype']}, choice {number}"
+        facts[name] = f"until {known['date']}: " + "; ".join(
             f"with {rows}{' or more' if int(rows) > 1 else ''} row{'s' if int(rows) > 1 else ''} "
             + ", ".join(f"{arm} {speedup:.2f}" for arm, speedup in speedups.items())
-            for rows, speedups in found["speedups"].items()
+            for rows, speedups in known["speedups"].items()
         )
         facts[name] += " times plain decoding"
     facts["other models"] = "costs are measured when the model is loaded, or by 'anabranch tune'"

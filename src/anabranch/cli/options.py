@@ -107,7 +107,7 @@ def params(options: Keywords) -> SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Which prompts to decode, and how they are turned into token ids."""
+    """The prompts to decode, and how they are turned into token ids."""
 
     suite: Annotated[
         str,
@@ -144,7 +144,7 @@ class Prompts:
 
     @property
     def of_task(self) -> bool:
-        """Whether --task names an application, and not tasks of a suite."""
+        """Return whether --task names an application, and not tasks of a suite."""
         return self.suite == "own" and bool(self.task)
 
     def application(self, metrics: tuple[str, ...] = ()) -> Application | None:
@@ -167,7 +167,7 @@ class Prompts:
             raise InputError(f"--task decodes one application at a time, got {' and '.join(self.task)}")
         if self.field != Prompts.field:
             raise InputError("--field has no effect with --task; give --prompt-template instead")
-        found = Application.read(
+        application = Application.read(
             self.task[0],
             data=self.data,
             split=self.split,
@@ -176,8 +176,8 @@ class Prompts:
             completion=self.completion,
             metrics=metrics,
         )
-        self._tell_if_fewer(len(found.rows), f"the task {self.task[0]!r} has", "rows")
-        return found
+        self._tell_if_fewer(len(application.rows), f"the task {self.task[0]!r} has", "rows")
+        return application
 
     def read(self, *, limit: int | None = None) -> list[SuitePrompt]:
         """The prompts, at most ``limit`` without --limit. Raises InputError, FileError or FetchError."""
@@ -186,14 +186,14 @@ class Prompts:
         most = limit if self.limit is None else self.limit
         if (application := self._application(most)) is not None:
             return application.prompts
-        found = load_suite(self.suite, data=self.data, limit=most, field=self.field, tasks=self.task)
+        prompts = load_suite(self.suite, data=self.data, limit=most, field=self.field, tasks=self.task)
         where = "the built-in prompts are" if self.suite == "own" else f"the suite {self.suite!r} has"
-        self._tell_if_fewer(len(found), where, "" if self.suite == "own" else "prompts")
-        return found
+        self._tell_if_fewer(len(prompts), where, "" if self.suite == "own" else "prompts")
+        return prompts
 
-    def _tell_if_fewer(self, found: int, where: str, what: str) -> None:
-        if self.limit is not None and found < self.limit:
-            sentence = f"--limit {self.limit} has no effect: {where} {found} {what}".rstrip()
+    def _tell_if_fewer(self, count: int, where: str, what: str) -> None:
+        if self.limit is not None and count < self.limit:
+            sentence = f"--limit {self.limit} has no effect: {where} {count} {what}".rstrip()
             more = (
                 "; give more with --suite NAME or --suite FILE.jsonl" if self.suite == "own" and not self.task else ""
             )
@@ -225,9 +225,9 @@ def unescaped(text: str) -> str:
     Other backslashes stay, as in ``\boxed``. Raises InputError for an escape that is no character.
     """
 
-    def character(found: re.Match[str]) -> str:
-        digits = found[2] or found[3] or found[4]
-        return chr(int(digits, 16)) if digits else _ESCAPED[found[1]]
+    def character(match: re.Match[str]) -> str:
+        digits = match[2] or match[3] or match[4]
+        return chr(int(digits, 16)) if digits else _ESCAPED[match[1]]
 
     try:
         # pairs of surrogates, as in JSON, are one character

@@ -118,8 +118,8 @@ def stored_step(run: Path | None) -> int:
     """The step of the checkpoint in a run's folder; 0 without one."""
     from anabranch.train.checkpoint import read_checkpoint
 
-    found = None if run is None else read_checkpoint(run)
-    return 0 if found is None else int(found["step"])
+    record = None if run is None else read_checkpoint(run)
+    return 0 if record is None else int(record["step"])
 
 
 def clock(seconds: float) -> str:

@@ -63,7 +63,7 @@ PATIENCE = 1.0  # seconds before the progress of a prompt is shown
 def cleaned(text: str) -> str:
     r"""``text`` with control characters escaped: ESC becomes the four characters ``\x1b``."""
     return CONTROLS.sub(
-        lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text
+        lambda match: f"\\x{ord(match[0]):02x}" if match[0] <= "\xff" else f"\\u{ord(match[0]):04x}", text
     )
 
 
@@ -277,23 +277,23 @@ def _passes(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
-def ending(found: Generation, model: Model) -> str:
+def ending(result: Generation, model: Model) -> str:
     """The reason why a text ended: "end_token", "stop_token", "stop_string", "max_new_tokens" or "model_limit"."""
-    if found.finish_reason == "stop":
-        if isinstance(found.stop_reason, str):
+    if result.finish_reason == "stop":
+        if isinstance(result.stop_reason, str):
             return "stop_string"
-        return "end_token" if found.stop_reason in model.target.config.eos_token_ids else "stop_token"
+        return "end_token" if result.stop_reason in model.target.config.eos_token_ids else "stop_token"
     longest = model.target.config.max_positions
-    return "model_limit" if len(found.prompt_ids) + len(found.token_ids) >= longest else "max_new_tokens"
+    return "model_limit" if len(result.prompt_ids) + len(result.token_ids) >= longest else "max_new_tokens"
 
 
-def explained(ended: str, found: Generation, model: Model, *, more: str) -> str:
+def explained(ended: str, result: Generation, model: Model, *, more: str) -> str:
     """The reason as a sentence; ``more`` is how to get more than ``max_new_tokens``."""
     return {
         "end_token": "ended by the model",
-        "stop_token": f"ended by the stop token {found.stop_reason}",
+        "stop_token": f"ended by the stop token {result.stop_reason}",
         "stop_string": "ended before a stop string",
-        "max_new_tokens": f"stopped at {len(found.token_ids):,} tokens; {more} for more",
+        "max_new_tokens": f"stopped at {len(result.token_ids):,} tokens; {more} for more",
         "model_limit": f"the model's limit of {model.target.config.max_positions:,} tokens is reached",
     }[ended]
 

@@ -82,7 +82,7 @@ def prepare() -> None:
 
 
 def unwritable() -> OSError | None:
-    """Why standard output does not take what was printed; None if it does."""
+    """The error with which standard output refused what was printed; None if it did not."""
     try:
         sys.stdout.flush()
     except OSError as error:

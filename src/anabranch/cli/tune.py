@@ -18,7 +18,7 @@ from anabranch.errors import InputError
 
 if TYPE_CHECKING:
     from anabranch.loading import Loaded
-    from anabranch.prompts import Asked
+    from anabranch.prompts import TextOrMessages
     from anabranch.tune.fit import Fit
 
 __all__ = ["TuneConfig", "tune"]
@@ -74,38 +74,38 @@ def tune(config: TuneConfig) -> None:
     loaded = options.load(config.loading)
     prompts = _fitting([prompt.asked for prompt in suite], loaded, config)
     with _bar() as (bar, line):
-        found = fit(
+        fitted = fit(
             loaded.target,
             loaded.modules,
             prompts,
             max_new_tokens=config.max_new_tokens,
             report=lambda what, done, total: bar.update(line, description=what, completed=done, total=total),
         )
-    record = found.record(prompts=len(prompts), max_new_tokens=config.max_new_tokens)
-    doubtful = found.doubtful and not config.force
+    record = fitted.record(prompts=len(prompts), max_new_tokens=config.max_new_tokens)
+    doubtful = fitted.doubtful and not config.force
     path = None
     if not (config.dry or doubtful):
         situation = Situation.of(loaded.target, loaded.adapters)
-        path = save_profile(situation, costs=found.costs, drafter=str(found.spec), record=record)
-        if len(found.arms) > 1:
-            keep_tuned(situation, {str(arm): rate / found.plain for arm, rate in found.arms.items()})
+        path = save_profile(situation, costs=fitted.costs, drafter=str(fitted.spec), record=record)
+        if len(fitted.arms) > 1:
+            keep_tuned(situation, {str(arm): rate / fitted.plain for arm, rate in fitted.arms.items()})
     if config.as_json:
-        result = {"drafter": str(found.spec), "costs": found.costs, "profile": None if path is None else str(path)}
+        result = {"drafter": str(fitted.spec), "costs": fitted.costs, "profile": None if path is None else str(path)}
         print(json.dumps(result | record))
     else:
-        _show(found, path)
-    if path is not None and found.default != AUTO:
+        _show(fitted, path)
+    if path is not None and fitted.default != AUTO:
         print(
-            f"auto was {100 * (1 - 1 / found.lead):.0f} % slower than {found.spec}, which single prompts use from now "
-            "on; --drafter auto chooses auto, and 'anabranch tune --forget' deletes this profile",
+            f"auto was {100 * (1 - 1 / fitted.lead):.0f} % slower than {fitted.spec}, which single prompts use from "
+            "now on; --drafter auto chooses auto, and 'anabranch tune --forget' deletes this profile",
             file=sys.stderr,
         )
     if config.figure is not None:  # last, so that the result is printed even if this fails
-        draw(found, config.figure)
+        draw(fitted, config.figure)
     if doubtful:
         kept = "" if config.dry else ", so no profile was written (--force writes it)"
         print(
-            f"{_disturbance(found)}: the choice may be wrong{kept}; tune again when nothing else runs", file=sys.stderr
+            f"{_disturbance(fitted)}: the choice may be wrong{kept}; tune again when nothing else runs", file=sys.stderr
         )
         raise typer.Exit(0 if config.dry else 1)
 
@@ -118,7 +118,7 @@ def _forgotten(path: Path) -> str:
     return f"deleted {path}"
 
 
-def _fitting(texts: Sequence[Asked], loaded: Loaded, config: TuneConfig) -> list[list[int]]:
+def _fitting(texts: Sequence[TextOrMessages], loaded: Loaded, config: TuneConfig) -> list[list[int]]:
     """The token ids of the prompts that are short enough. Raises InputError if there is none."""
     from anabranch.prompts import chat_ids
 
@@ -133,28 +133,28 @@ def _fitting(texts: Sequence[Asked], loaded: Loaded, config: TuneConfig) -> list
     return fitting
 
 
-def _show(found: Fit, path: Path | None) -> None:
+def _show(fitted: Fit, path: Path | None) -> None:
     """Print the choice and its speedup, then the measurements, in at most 60 columns unless a name is longer."""
-    print(f"{found.speedup:.2f}x with {found.spec}")
-    if found.spec.plain:
+    print(f"{fitted.speedup:.2f}x with {fitted.spec}")
+    if fitted.spec.plain:
         print("Plain decoding is the fastest here.")
-    low, high = found.interval
-    print(f"{found.plain:8.1f} tokens/s measured with plain decoding")
-    for arm, rate in found.arms.items():
-        print(f"{rate:8.1f} tokens/s measured with {'auto' if len(found.arms) == 1 else arm}")
-    if found.predicted.spec not in (*found.arms, found.tried[0].candidate.spec):
-        print(f"{found.measured:8.1f} tokens/s measured with {found.predicted.spec}")
-    print(f"{found.prediction:8.1f} tokens/s predicted for {found.predicted.spec}")
+    low, high = fitted.interval
+    print(f"{fitted.plain:8.1f} tokens/s measured with plain decoding")
+    for arm, rate in fitted.arms.items():
+        print(f"{rate:8.1f} tokens/s measured with {'auto' if len(fitted.arms) == 1 else arm}")
+    if fitted.predicted.spec not in (*fitted.arms, fitted.tried[0].candidate.spec):
+        print(f"{fitted.measured:8.1f} tokens/s measured with {fitted.predicted.spec}")
+    print(f"{fitted.prediction:8.1f} tokens/s predicted for {fitted.predicted.spec}")
     print(f"{'':<8} 90 % interval {low:.1f} to {high:.1f}")
     if path is not None:
         print(f"written to {path}\nThe drafter 'auto' starts from these costs from now on.")
     print(f"\n{'predicted':<40}{'tokens':>6}{'nodes':>6}{'tokens':>8}\n{'':<40}{'/step':>6}{'/step':>6}{'/s':>8}")
-    for one in sorted(found.tried, key=lambda one: -one.rate)[:SHOWN]:
+    for one in sorted(fitted.tried, key=lambda one: -one.rate)[:SHOWN]:
         nodes = one.prediction.draft_nodes / max(1, one.prediction.steps)
         length = one.prediction.mean_acceptance_length
         print(f"{one.candidate.spec!s:<40}{length:6.2f}{nodes:6.1f}{one.rate:8.1f}")
     print(f"\n{'ms by nodes':<20}" + "".join(f"{n:>5}" for n in NODES))
-    for group, times in found.times.groups.items():
+    for group, times in fitted.times.groups.items():
         for what, table in (("verify", times.passes), ("draft", times.draft)):
             if table is not None:
                 known = dict(zip(table.widths, table.ms, strict=True))
@@ -162,10 +162,10 @@ def _show(found: Fit, path: Path | None) -> None:
                 print(f"{f'{what} {group}'[:19]:<20}{cells}".rstrip())
 
 
-def _disturbance(found: Fit) -> str:
-    if found.times.busy:
+def _disturbance(fitted: Fit) -> str:
+    if fitted.times.busy:
         return "the machine was busy: equal steps took very different times"
-    return f"plain decoding was {found.drift:.2f} times as fast in the check as while steps were timed"
+    return f"plain decoding was {fitted.drift:.2f} times as fast in the check as while steps were timed"
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Wrapper:
         return shown
 
     def _may_break(self, character: str) -> bool:
-        """Whether a line may end between the word's last character and this one."""
+        """Return whether a line may end between the word's last character and this one."""
         if not self._last or self._last == JOINER or category(self._last) in BEGINS:
             return False
         if category(character) in ENDS or get_character_cell_size(character) == 0:

@@ -76,7 +76,7 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        """Whether it can take a step."""
+        """Return whether it can take a step."""
         return self.unread <= self.prefill
 
 
@@ -88,7 +88,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, what: str) -> None:
 
 
 def takes_loras(drafter: Drafter) -> bool:
-    """Whether rows with a LoRA of their own may use a drafter: one that adds no rows to the target's pass."""
+    """Return whether rows with a LoRA of their own may use a drafter: one that adds no rows to the target's pass."""
     return drafter.rider is None or not drafter.rider.rides
 
 
@@ -283,11 +283,11 @@ class Batch:
         drafter.check(request.sampling, request.rule)
 
     def _bare(self, member: Member) -> int:
-        """How many of a row's first tokens are read without rows of the target's own."""
+        """Return how many of a row's first tokens are read without rows of the target's own."""
         return member.row.prompt_length - 1 - (0 if self.target.rider is None else member.request.emitted)
 
     def sharable(self, slot: int) -> int:
-        """How many of a row's first cached tokens another row may copy, if its prompt begins with them.
+        """Return how many of a row's first cached tokens another row may copy, if its prompt begins with them.
 
         If the target has rows of its own, the keys and values of completion tokens depend on these, and a prompt's do
         not.
@@ -308,8 +308,9 @@ class Batch:
             )
 
     def longest_shared(self, tokens: Sequence[int], lora: str | None = None, rotations: int = 0) -> tuple[int, int]:
-        """How many of ``tokens`` a row in use with this LoRA has in its cache from the start, the most of all such
-        rows, and its slot. ``rotations``: the key of their rotations (``Rope.key``).
+        """The length of the longest beginning of ``tokens`` in the cache of a row with this LoRA, and its slot.
+
+        rotations  the key of their rotations (``Rope.key``)
         """
         best, slot, rope = 0, 0, self.target.rope()
         for place, member in enumerate(self._members):
@@ -321,7 +322,7 @@ class Batch:
         return best, slot
 
     def fits(self, drafter: Drafter | None = None) -> bool:
-        """Whether rows of a drafter can share a pass with the rows in use: those that ride in it are of one drafter."""
+        """Return whether rows of a drafter can share a pass with those in use: a pass has at most one rider."""
         rider = self.rider_of(drafter or self.drafter)
         return not self._members or self.rider_of(self._members[0].drafter) is rider
 
@@ -335,7 +336,7 @@ class Batch:
             self.cache = self.cache.resized(max(rows, self.cache.rows), positions)
 
     def has_room(self, rows: int, tokens: int, drafter: Drafter | None = None) -> bool:
-        """Whether the cache has room for so many rows of so many tokens."""
+        """Return whether the cache has room for so many rows of so many tokens."""
         return rows <= self.cache.rows and self._positions(tokens, drafter) <= self.cache.capacity
 
     def _positions(self, tokens: int, drafter: Drafter | None) -> int:

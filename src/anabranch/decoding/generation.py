@@ -187,7 +187,7 @@ def generate(
     for request in requests:
         scheduler.check(request, drafter)
     waiting, running = deque(enumerate(requests)), deque[tuple[int, Ticket, _Output]]()
-    found: dict[int, Generation] = {}
+    results: dict[int, Generation] = {}
     try:
         with scheduler.target.inference():  # entered once for all ticks
             while waiting or running:
@@ -209,9 +209,9 @@ def generate(
                     if result is not None:
                         vars(result)[TOKENIZER] = tokenizer
                         scheduler.cancel(ticket)
-                        found[index] = result
+                        results[index] = result
                         running.remove(entry)
     finally:
         for _, ticket, _ in running:
             scheduler.cancel(ticket)
-    return [found[index] for index in range(len(requests))]
+    return [results[index] for index in range(len(requests))]

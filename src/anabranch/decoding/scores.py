@@ -1,4 +1,4 @@
-"""What the target says at the nodes of each row's tree, and which path of the tree it accepts.
+"""The target's tokens or logits at the nodes of each row's tree, and the path of the tree that it accepts.
 
 Rows that take the most probable token need no logits, and do not pay for those of others.
 
@@ -27,7 +27,7 @@ __all__ = ["Scores"]
 class Scores:
     """The target's tokens or logits at the nodes of a pass over ``members``, one row each.
 
-    tokens  by row, the greedy tokens at its nodes [N], where no more is asked for
+    tokens  by row, the greedy tokens at its nodes [N], where no more is needed
     logits  by row, its logits [N, V], where sampling, penalties, processors or log probabilities need them
     """
 
@@ -87,8 +87,8 @@ class Scores:
         """The target's raw log probability of each of the emitted ``tokens`` of row ``b``."""
         logits_NV = self.logits[b]
         nodes = torch.tensor(verdict.path[: len(tokens)], device=logits_NV.device)
-        found: list[float] = log_probs(logits_NV[nodes], torch.tensor(tokens, device=logits_NV.device)).tolist()
-        return tuple(found)
+        values: list[float] = log_probs(logits_NV[nodes], torch.tensor(tokens, device=logits_NV.device)).tolist()
+        return tuple(values)
 
     def top_log_probs(self, b: int, verdict: Verdict, count: int, most: int) -> tuple[dict[int, float], ...]:
         """The ``most`` largest raw log probabilities by token id, at each of ``count`` emitted tokens of row ``b``."""

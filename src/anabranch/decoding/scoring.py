@@ -65,7 +65,7 @@ def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) 
         raise InputError(
             f"the text has {len(tokens)} tokens, but the model's limit is {config.max_positions}; split it"
         )
-    found: list[float] = []
+    values: list[float] = []
     with scheduler.alone(), target.inference():
         cache = Cache(
             *(config,),
@@ -82,8 +82,8 @@ def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) 
             result = target.forward(Inputs.of_prompt(chunk), cache, loras=(lora,), need="logits")
             cache.commit([range(len(chunk))])
             after = torch.tensor(tokens[start + 1 : start + 1 + len(chunk)], device=target.device)
-            assert result.logits_MV is not None, "they were asked for"
-            found += log_probs(result.logits_MV, after).tolist()
-    if not all(map(math.isfinite, found)):
+            assert result.logits_MV is not None, "needed"
+            values += log_probs(result.logits_MV, after).tolist()
+    if not all(map(math.isfinite, values)):
         raise NumericsError("the model's scores are not finite numbers; load it with dtype='float32'")
-    return Score(list(tokens), found)
+    return Score(list(tokens), values)

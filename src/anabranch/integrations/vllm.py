@@ -96,10 +96,10 @@ class Proposer:
         for request in previous.values():
             self._drafter.leave(request.row)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        asked = {place: request for place, request in self._requests.items() if self._room(request)}
-        rows = [request.row for request in asked.values()]
+        drafted = {place: request for place, request in self._requests.items() if self._room(request)}
+        rows = [request.row for request in drafted.values()]
         trees = self._drafter.draft(rows, self._drafter.max_nodes) if rows else []
-        for (place, request), tree in zip(asked.items(), trees, strict=True):
+        for (place, request), tree in zip(drafted.items(), trees, strict=True):
             request.proposed = _best_path(tree, self.num_speculative_tokens)
             drafts[place] = request.proposed.tokens[1:].tolist()
         return drafts
@@ -129,7 +129,7 @@ class Proposer:
             request.row.beliefs.learn(tree, range(accepted + 1))
 
     def _room(self, request: _Request) -> bool:
-        """Whether anything can be drafted for a request; says how deep."""
+        """Set the depth of a request's next draft; returns whether there is room for one."""
         left = self.max_model_len - len(request.text) - 1
         request.row.max_depth = min(self.num_speculative_tokens, left)
         return request.row.max_depth > 0
@@ -149,12 +149,12 @@ def _check(spec: Spec) -> None:
 def _best_path(tree: DraftTree, longest: int) -> DraftTree:
     """The path of a tree with the most expected accepted tokens, at most ``longest`` of them, as a tree."""
 
-    def worth(leaf: int) -> tuple[float, int]:
+    def expected(leaf: int) -> tuple[float, int]:
         path = tree.path_to(leaf)[1 : longest + 1]
         logs = None if tree.log_probs is None else tree.log_probs[list(path)]
         return (float(len(path)) if logs is None else sum(map(math.exp, logs.tolist())), -leaf)
 
-    best = max(tree.leaves, key=worth)
+    best = max(tree.leaves, key=expected)
     return tree.select(tree.path_to(best)[: longest + 1])
 
 

@@ -67,14 +67,14 @@ class Candidate:
             ranking = Ranking(self.nodes, [price(n) for n in range(1, self.nodes + 1)])
         elif len(self.cuts) > 1:
             ranking = Ranking(self.nodes)
-        found = []
+        predictions = []
         for rows in zip(*recorded, strict=True):
             if len(self.cuts) > 1:
-                found.append(replay([merged(rows, self.cuts)], latency=price, ranking=ranking))
+                predictions.append(replay([merged(rows, self.cuts)], latency=price, ranking=ranking))
             else:
                 cut = self.cuts[0] if self.cuts else Cut(nodes=1)
-                found.append(replay(rows, cut, latency=price, ranking=ranking))
-        return found
+                predictions.append(replay(rows, cut, latency=price, ranking=ranking))
+        return predictions
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,17 @@ def check_figure(path: Path) -> None:
     plots.check_matplotlib("or leave out --figure")
 
 
-def draw(found: Fit, path: Path) -> None:
+def draw(fit: Fit, path: Path) -> None:
     """Write the figure."""
     with plots.styled():
         figure = plots.new_figure(6.4, 4.0)
-        _draw(figure.add_subplot(), found)
+        _draw(figure.add_subplot(), fit)
     plots.save(figure, path)
 
 
-def _draw(axes: Axes, found: Fit) -> None:
+def _draw(axes: Axes, fit: Fit) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
-    for one in found.tried:
+    for one in fit.tried:
         candidate = one.candidate
         if candidate.methods:
             label = f"{candidate.group}, chosen at every step" if candidate.adaptive else candidate.group
@@ -41,9 +41,9 @@ def _draw(axes: Axes, found: Fit) -> None:
     for place, (label, points) in enumerate(lines.items()):
         colour, marker = plots.LINES[place % len(plots.LINES)]
         axes.plot(*zip(*sorted(points), strict=True), color=colour, marker=marker, label=label)
-    axes.axhline(found.predicted_plain, color=GREY, linestyle=":", label="plain decoding")
-    if found.predicted.methods:
-        at = (found.predicted.nodes, found.measured)
+    axes.axhline(fit.predicted_plain, color=GREY, linestyle=":", label="plain decoding")
+    if fit.predicted.methods:
+        at = (fit.predicted.nodes, fit.measured)
         axes.plot(*at, marker="*", markersize=13, color=BLACK, linestyle="none")
         axes.annotate("measured", at, xytext=(6, 6), textcoords="offset points")
     axes.set(xlabel="maximum nodes of a tree, root included", ylabel="tokens/s while decoding", ylim=(0, None))

@@ -87,8 +87,8 @@ class Fit:
     def spec(self) -> Spec:
         """The fastest drafter as measured; in a tie, the predicted one."""
         plain = self.tried[0].candidate.spec
-        found = [(self.measured, self.predicted.spec), (self.auto, self.auto_spec), (self.plain, plain)]
-        return max(found, key=lambda pair: pair[0])[1]
+        rates = [(self.measured, self.predicted.spec), (self.auto, self.auto_spec), (self.plain, plain)]
+        return max(rates, key=lambda pair: pair[0])[1]
 
     @property
     def lead(self) -> float:
@@ -121,7 +121,7 @@ class Fit:
 
     @property
     def doubtful(self) -> bool:
-        """Whether other jobs may have disturbed the measurement enough to make the choice wrong."""
+        """Return whether other jobs may have disturbed the measurement enough to make the choice wrong."""
         return self.times.busy or abs(self.drift - 1) > DRIFT
 
     def record(self, *, prompts: int, max_new_tokens: int) -> dict[str, Any]:
@@ -174,21 +174,23 @@ def fit(
     """
     if not prompts:
         raise InputError("tuning needs at least one prompt")
-    found = find_candidates(target.decoder, modules)
+    candidates = find_candidates(target.decoder, modules)
     # attention grows linearly with the context, so times are measured with a prompt of mean length
     usual = max(prompts, key=len)[: round(statistics.mean(map(len, prompts)))]
-    times = measure_times(target.decoder, found.timed, usual, max_new_tokens=max_new_tokens, report=report)
-    recorded = _record(target, found, prompts, max_new_tokens, report)
+    times = measure_times(target.decoder, candidates.timed, usual, max_new_tokens=max_new_tokens, report=report)
+    recorded = _record(target, candidates, prompts, max_new_tokens, report)
     tried: list[Tried] = []
     parts: list[list[Prediction]] = []
-    for done, candidate in enumerate(found.tried):
-        report("replays", done, len(found.tried))
+    for done, candidate in enumerate(candidates.tried):
+        report("replays", done, len(candidates.tried))
         rows = [recorded[method] for method in candidate.methods] or [next(iter(recorded.values()))]
         parts.append(candidate.replay(rows, times.groups[candidate.group]))
         tried.append(Tried(candidate, _sum(parts[-1]), _rate(parts[-1])))
     best = max(range(len(tried)), key=lambda i: tried[i].rate)
     predicted = tried[best].candidate
-    measured = _check(target, modules, [tried[0].candidate, predicted, *found.arms], prompts, max_new_tokens, report)
+    measured = _check(
+        target, modules, [tried[0].candidate, predicted, *candidates.arms], prompts, max_new_tokens, report
+    )
     return Fit(
         predicted=predicted,
         prediction=tried[best].rate,
@@ -196,7 +198,7 @@ def fit(
         predicted_plain=tried[0].rate,
         measured=measured[str(predicted.spec)],
         plain=measured[PLAIN],
-        arms={arm.spec: measured[str(arm.spec)] for arm in found.arms},
+        arms={arm.spec: measured[str(arm.spec)] for arm in candidates.arms},
         times=times,
         tried=tried,
     )
@@ -242,19 +244,19 @@ class _Beside(Drafter):
 
 
 def _record(
-    target: Target, found: Candidates, prompts: Sequence[Sequence[int]], max_new_tokens: int, report: Report
+    target: Target, candidates: Candidates, prompts: Sequence[Sequence[int]], max_new_tokens: int, report: Report
 ) -> dict[str, list[TraceRow]]:
     """One recording per prompt of each method's largest drafts at every position, by method.
 
     The text does not depend on drafts, so each prompt is decoded only once for all methods that can share a pass.
     """
     stop = frozenset(target.config.eos_token_ids)
-    rows: dict[str, list[TraceRow]] = {method: [] for method in found.recorded}
-    groups = _together(found.recorded)
+    rows: dict[str, list[TraceRow]] = {method: [] for method in candidates.recorded}
+    groups = _together(candidates.recorded)
     with tempfile.TemporaryDirectory() as folder:
         for number, prompt in enumerate(prompts):
             report("recording drafts", number, len(prompts))
-            paths = {method: Path(folder) / f"{number}-{method}.jsonl" for method in found.recorded}
+            paths = {method: Path(folder) / f"{number}-{method}.jsonl" for method in candidates.recorded}
             for group in groups:
                 with ExitStack() as stack:
                     writers = {
@@ -263,7 +265,7 @@ def _record(
                         )
                         for method in group
                     }
-                    watched = [writer.watch(found.recorded[method]) for method, writer in writers.items()]
+                    watched = [writer.watch(candidates.recorded[method]) for method, writer in writers.items()]
                     engine = Engine(target.decoder, _Beside(watched), capacity=len(prompt) + max_new_tokens + 1)
                     engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
                     for step in engine.run():

@@ -167,12 +167,12 @@ def measure_times(
                 one.clear()
     plain = passes[kind[next(iter(drafters))], 1]
     samples = [one.passes for one in passes.values() if one.passes]  # of one width each: they differ only by noise
-    slow = sum(map(sum, samples)) / sum(len(found) * statistics.median(found) for found in samples)
+    slow = sum(map(sum, samples)) / sum(len(by_size) * statistics.median(by_size) for by_size in samples)
     base = statistics.median(plain.prepare)
     groups = {}
     for group, drafter in drafters.items():
-        found = {n: one.passes for (k, n), one in passes.items() if k == kind[group]}
-        times = DraftTimes(_table(found, slow, base))
+        by_size = {n: one.passes for (k, n), one in passes.items() if k == kind[group]}
+        times = DraftTimes(_table(by_size, slow, base))
         if group in sizes:
             depths: dict[int, list[float]] = {}
             for n in sizes[group]:

@@ -37,7 +37,7 @@ __all__ = ["SpeculativeOutput", "custom_generate", "release"]
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What ``generate`` returns with ``return_dict_in_generate``: transformers' fields, and ``stats`` of each row.
+    """The result of ``generate`` with ``return_dict_in_generate``: transformers' fields, and ``stats`` of each row.
 
     There are no attentions, hidden states or past_key_values. Scores and logits of a row that has ended are 0 for the
     padding token and -inf elsewhere.
@@ -108,7 +108,7 @@ def custom_generate(
         )
         requests.append(Request(prompt, new, sampling, ends, rule))
         processors.append(run)
-    found = decode(
+    decoded = decode(
         target.scheduler,
         target.drafter_of(drafter),
         requests,
@@ -120,12 +120,12 @@ def custom_generate(
         recording=recording,
     )
     if not generation_config.return_dict_in_generate:
-        return found.sequences
+        return decoded.sequences
     return SpeculativeOutput(
-        sequences=found.sequences,
-        scores=found.scores if generation_config.output_scores else None,
-        logits=found.raw if generation_config.output_logits else None,
-        stats=found.stats,
+        sequences=decoded.sequences,
+        scores=decoded.scores if generation_config.output_scores else None,
+        logits=decoded.raw if generation_config.output_logits else None,
+        stats=decoded.stats,
     )
 
 
@@ -141,7 +141,7 @@ def _end_tokens(criteria: Sequence[Any]) -> frozenset[int]:
 
 
 def _new_tokens(criteria: Any, config: Any, input_ids: Tensor, prompts: Sequence[list[int]], limit: int) -> int:
-    """How many tokens may be added to each row. Raises InputError if the model's context is too short for them."""
+    """The number of tokens that may be added to each row. Raises InputError if the model's context is too short."""
     longest = config.max_length if criteria.max_length is None else criteria.max_length
     new = int(longest) - input_ids.shape[1]
     if new < 1:

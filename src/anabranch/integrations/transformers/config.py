@@ -1,4 +1,4 @@
-"""Which parts of a ``generate`` call are honoured; everything else is refused.
+"""The parts of a ``generate`` call that are honoured; everything else is refused.
 
 ``generate`` turns most fields of a GenerationConfig into logits processors and stopping criteria before it calls a
 ``custom_generate`` function, so these are honoured by running them. Each of the other fields has a value here that
@@ -95,8 +95,8 @@ def arguments_of_generate() -> Mapping[str, Any]:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    found = {} if frame is None else frame.f_locals
-    return {name: found[name] for name in ("streamer", "assistant_model", "synced_gpus") if name in found}
+    variables = {} if frame is None else frame.f_locals
+    return {name: variables[name] for name in ("streamer", "assistant_model", "synced_gpus") if name in variables}
 
 
 def check_arguments(hidden: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> None:

@@ -127,10 +127,10 @@ def _fill(scheduler: Scheduler, row: _Row, count: int, recording: bool) -> None:
 
 def _logits(rows: Sequence[_Row], needed: Sequence[_Row], t: int, pad: int | None) -> tuple[Tensor, Tensor]:
     """Raw and processed logits [B, V] of position t; a row that has ended is certain of its padding."""
-    found = [row.logits[t] if row in needed else None for row in rows]
-    some = next(pair for pair in found if pair is not None)[0]
+    pairs = [row.logits[t] if row in needed else None for row in rows]
+    some = next(pair for pair in pairs if pair is not None)[0]
     padding = torch.full_like(some, -torch.inf)
     if pad is not None:
         padding[pad] = 0.0
-    before, after = ([padding if pair is None else pair[which] for pair in found] for which in (0, 1))
+    before, after = ([padding if pair is None else pair[which] for pair in pairs] for which in (0, 1))
     return torch.stack(before), torch.stack(after)

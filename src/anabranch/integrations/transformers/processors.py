@@ -78,10 +78,10 @@ class RowProcessors:
     def taken(self, before: Sequence[int], tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Raw and processed logits [V] that each of ``tokens`` was chosen from, after the new tokens ``before``."""
         texts = [tuple(before) + tuple(tokens[:n]) for n in range(len(tokens))]
-        found = [self._seen[text] for text in texts]
+        parsed = [self._seen[text] for text in texts]
         known = len(before) + len(tokens)  # later steps may have been decoded already
         self._seen = {text: logits for text, logits in self._seen.items() if len(text) >= known}
-        return found
+        return parsed
 
 
 def sampling_of(
@@ -97,8 +97,8 @@ def sampling_of(
     fields: dict[str, Any] = {"temperature": 1.0 if sample else 0.0, "seed": seed}
     if not recording:
         if sample:
-            left, found = _warpers(left)
-            fields |= found
+            left, parsed = _warpers(left)
+            fields |= parsed
         if left and (penalty := _penalty(left[0], input_ids, row, prompt)) is not None:
             fields["repetition_penalty"] = penalty
             left = left[1:]
@@ -132,7 +132,7 @@ def _warpers(processors: list[Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _usual(warper: Any) -> bool:
-    """Whether a warper forbids tokens altogether and may leave a single one."""
+    """Return whether a warper forbids tokens altogether and may leave a single one."""
     return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -torch.inf) == -torch.inf
 
 

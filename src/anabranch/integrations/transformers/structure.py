@@ -73,8 +73,8 @@ class Structure:
             expected = self.parts[name]
             if type(module) is not expected.kind:
                 _differs(name, f"is a {type(module).__name__} instead of a {expected.kind.__name__}")
-            if (found := _parameters(module)) != expected.parameters:
-                _differs(".".join((name, min(found ^ expected.parameters))).lstrip("."), "was added or removed")
+            if (names := _parameters(module)) != expected.parameters:
+                _differs(".".join((name, min(names ^ expected.parameters))).lstrip("."), "was added or removed")
             for key, value in expected.attributes.items():
                 here = _value(module.__dict__.get(key), model.config)
                 if here != value or type(here) is not type(value):
@@ -131,7 +131,7 @@ def check_hooks(model: Any) -> None:
 
 
 def _has_methods(module: nn.Module) -> bool:
-    """Whether an instance has a method instead of one of its class that takes part in the forward pass."""
+    """Return whether an instance has a method instead of one of its class that takes part in the forward pass."""
     kind = type(module)
     for key, value in module.__dict__.items():
         if callable(value) and isinstance(function := getattr(kind, key, None), FunctionType):
@@ -178,7 +178,7 @@ def _functions(kinds: Mapping[type, None], model: Any) -> Iterator[tuple[str, An
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether a function, or one that it wraps, was defined outside of transformers and the packages that it uses.
+    """Return whether a function, or one that it wraps, was defined outside of transformers and its dependencies.
 
     The globals of a function tell where it was defined; its ``__module__`` may be copied from another.
     """

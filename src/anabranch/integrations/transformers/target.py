@@ -100,7 +100,7 @@ def _sums(tensor: Tensor) -> tuple[int, ...]:
 
 @dataclass
 class _Kept:
-    """What was made of a model; ``models`` by their adapter folders."""
+    """Our counterparts of a model of transformers; ``models`` by their adapter folders."""
 
     marks: _Marks
     structure: Structure
@@ -158,9 +158,9 @@ def _followed(model: Any, config: ModelConfig) -> ModelConfig:
     scale = getattr(model.get_input_embeddings(), "embed_scale", None)
     if isinstance(scale, Tensor) and scale.cpu() != torch.tensor(config.embedding_scale).to(scale.dtype):
         config = replace(config, embedding_scale=float(scale))
-    if config.position != "rope" or (found := _rotary(model)) is None:
+    if config.position != "rope" or (rotary := _rotary(model)) is None:
         return config
-    name, rotary = found
+    name, rotary = rotary
     changing = rotary.rope_type in _CHANGING
     inv_freq = rotary.original_inv_freq if changing else rotary.inv_freq
     expected, factor = rope_frequencies(config.rope, torch.tensor([1]))
