@@ -146,7 +146,7 @@ def test_without_an_adapter_nothing_is_silently_plain(toys: ToyFolders) -> None:
         model.generate("the", drafter="streams+prompt_lookup")
 
 
-def test_words_are_checked_before_weights_are_read(tmp_path: Path) -> None:
+def test_names_are_checked_before_weights_are_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no drafter"):
         anabranch.load(str(tmp_path / "missing"), drafter="telepathy")
     with pytest.raises(FileError, match="there is no folder"):

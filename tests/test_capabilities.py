@@ -253,7 +253,7 @@ def test_a_quantised_copy_is_supported_where_the_kernels_run_bf16_weights() -> N
     assert not supports("streams:tree=product+quantized_draft")
 
 
-def test_asking_draws_no_random_numbers() -> None:
+def test_supports_draws_no_random_numbers() -> None:
     torch.manual_seed(4)
     wanted = torch.rand(2)
     torch.manual_seed(4)
@@ -261,7 +261,7 @@ def test_asking_draws_no_random_numbers() -> None:
     assert torch.equal(torch.rand(2), wanted)
 
 
-def test_a_model_tells_what_only_it_knows() -> None:
+def test_support_depends_on_the_adapters_of_a_model() -> None:
     with toy_model() as model:
         assert model.supports()
         assert model.supports("streams+prompt_lookup", prompts=3)

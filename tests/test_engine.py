@@ -86,7 +86,7 @@ DECODED = [
 
 
 @pytest.mark.parametrize(("case", "name"), DECODED)
-def test_greedy_output_is_plain_decodings(case: str, name: str) -> None:
+def test_greedy_output_equals_plain_decoding(case: str, name: str) -> None:
     target = small(case)
     wanted, _ = decode(target, RAGGED)
     alone, _ = decode(target, RAGGED[:2], DRAFTERS[name](target))
@@ -101,7 +101,7 @@ def test_greedy_output_is_plain_decodings(case: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_matching_with_a_seed_is_plain_sampling_with_it(name: str) -> None:
+def test_matching_with_a_seed_equals_plain_sampling(name: str) -> None:
     target = small()
     sampling = SamplingParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.01)
     requests = [replace(r, sampling=replace(sampling, seed=i)) for i, r in enumerate(RAGGED)]

@@ -41,7 +41,7 @@ def test_the_commands_of_the_page_run(anabranch: Anabranch, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["sql", pytest.param("e2e", marks=pytest.mark.thorough)])
-def test_an_example_drafts_what_its_tuned_model_says(name: str) -> None:
+def test_drafts_of_an_example_are_accepted(name: str) -> None:
     folder = EXAMPLES / name
     prompt = find_task(name).template.render(ROWS[name], name)
     with library.load("default", lora=folder / "lora", adapter=folder, dtype="float32") as model:

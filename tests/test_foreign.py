@@ -1,4 +1,4 @@
-"""Folders of adapters in the wrong place: told what they are and what to do."""
+"""Folders of adapters in the wrong place: the error names their type and what to do."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_statistics_of_an_oracle(model: Model) -> None:
     assert Stats().to_dict()["mean_acceptance_length"] == 0
 
 
-def test_reading_a_prompt_tells_how_far_it_is(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_prompt_reports_progress(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.decoding.scheduler.CHUNK", 4)
     seen: list[tuple[int, int]] = []
     model.generate(list(range(1, 12)), max_new_tokens=1, on_prompt=lambda *at: seen.append(at))
@@ -159,7 +159,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_is(model: Model) 
     assert not scheduler.busy
 
 
-def test_no_memory_is_told_in_a_sentence(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_one_sentence(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(engine: Engine) -> list[Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

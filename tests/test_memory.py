@@ -156,7 +156,7 @@ def finish(scheduler: Scheduler) -> int:
     return most
 
 
-def test_a_cache_holds_what_is_used_and_not_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_holds_used_tokens_and_not_requested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     target = small()
     wanted = alone(target, request(2, 0, 90))
     stop = frozenset({wanted[5]})

@@ -76,7 +76,7 @@ def test_usable_cpus(quota: float | None, cpus: int | None, monkeypatch: pytest.
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch, restored_threads: int) -> None:
-    """Torch's choice is lowered to the quota once; what is asked for stays."""
+    """Torch's number is lowered to the quota once; a requested number stays."""
     monkeypatch.setattr(processor, "usable_cpus", lambda: 2)
     monkeypatch.setattr(processor, "_settled", False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -100,7 +100,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch, restored_threads: int) -> None
         ("model name\t: ARMv8\nmodel\t: 1\n", "ARMv8"),
     ],
 )
-def test_the_name_tells_generations_apart(
+def test_processor_names_include_the_generation(
     says: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(says, encoding="utf-8")

@@ -179,7 +179,7 @@ def test_the_generation_config_is_honoured(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_older_models_state_them_in_their_config(tmp_path: Path, older: bool) -> None:
+def test_older_models_have_these_fields_in_config_json(tmp_path: Path, older: bool) -> None:
     oracle, model = saved(tmp_path, older=older, repetition_penalty=1.7, no_repeat_ngram_size=2)
     assert said(model, max_new_tokens=24).token_ids == theirs(oracle, PROMPT, 24)
     assert "repetition_penalty" in model.target.generation.honoured

@@ -68,9 +68,7 @@ WAYS: dict[str, Callable[[Model], list[int]]] = {
 
 @pytest.mark.parametrize("where", [directly, in_thread])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_function_that_calls_the_model_gets_what_it_gets_alone(
-    model: Model, way: str, where: Callable[[Callable[[], Any]], Any]
-) -> None:
+def test_a_function_may_call_its_model(model: Model, way: str, where: Callable[[Callable[[], Any]], Any]) -> None:
     call, inner = WAYS[way], list[list[int]]()
     alone, outer = call(model), model.generate(PROMPT, max_new_tokens=4).token_ids
 

@@ -40,7 +40,7 @@ def loras_of(case: str) -> dict[str | None, Any]:
 
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "streams:placement=trail"])
 @pytest.mark.parametrize("case", SOME_CASES)
-def test_rows_say_what_merged_models_say_alone(case: str, drafter: str) -> None:
+def test_rows_give_the_tokens_of_merged_models(case: str, drafter: str) -> None:
     target, choice = with_loras(case), [None, "a", "b", "a", None, "b", "a"]
     asked = [replace(request(5 + 3 * n % 7, n, 10 + n), lora=lora) for n, lora in enumerate(choice)]
     modules = (small_adapter(target),) if drafter.startswith("streams") else ()

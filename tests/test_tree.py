@@ -118,7 +118,7 @@ def test_from_paths_drawing() -> None:
     assert tree.log_probs is None
 
 
-def test_from_paths_keeps_the_best_belief_of_a_shared_node() -> None:
+def test_from_paths_keeps_the_highest_probability_of_a_shared_node() -> None:
     tree = DraftTree.from_paths(9, [[1, 2], [1, 3]], source=["a", "b"], log_probs=[[-1, -2], [-0.5, -3]])
     assert tree.sources == ("target", "b", "a", "b")
     assert tree.log_probs.tolist() == [0, -0.5, -2, -3]
@@ -147,7 +147,7 @@ def test_merge_drawing() -> None:
     assert DraftTree.merge(merge_inputs(), 1).tokens.tolist() == [9]
 
 
-def test_a_tree_without_beliefs_counts_as_coin_tosses() -> None:
+def test_trees_without_probabilities_are_merged_at_one_half() -> None:
     sure = DraftTree.chain(9, [1, 2], log_probs=[-0.1, -0.2])
     merged = DraftTree.merge([DraftTree.chain(9, [3, 4, 5]), sure], 4)
     assert merged.tokens.tolist() == [9, 3, 1, 2]

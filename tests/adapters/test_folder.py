@@ -298,7 +298,9 @@ def test_bad_folders(name: str, version: int, saved: Path, target: Target) -> No
         (edit(format=7), "does not describe an adapter"),
     ],
 )
-def test_methods_that_cannot_be(spoil: Callable[[Path], None], message: str, saved: Path, target: Target) -> None:
+def test_records_of_unknown_methods_are_refused(
+    spoil: Callable[[Path], None], message: str, saved: Path, target: Target
+) -> None:
     spoil(saved)
     with pytest.raises(AdapterError, match=message):
         load_adapter(saved, target)

@@ -1,4 +1,4 @@
-"""Recordings of toy decodings: what is written is what happened, and broken files are told so."""
+"""Recordings of toy decodings match their steps; broken files are refused."""
 
 from __future__ import annotations
 

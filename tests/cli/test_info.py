@@ -107,7 +107,7 @@ def test_costs_that_were_measured_at_load(anabranch: Anabranch, home: Path, toys
     assert again.origin == "remembered"
 
 
-def test_what_the_arms_of_auto_yielded(anabranch: Anabranch, home: Path) -> None:
+def test_info_shows_the_speedup_of_each_drafter_of_auto(anabranch: Anabranch, home: Path) -> None:
     here = Situation(**situation_here())
     keep_tuned(here, {"eagle:tree=auto+prompt_lookup:tokens=auto": 1.5, "medusa:tree=auto": 1.75})
     keep_tuned(replace(here, processor="another"), {"medusa:tree=auto": 3.0})

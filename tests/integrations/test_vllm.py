@@ -196,7 +196,7 @@ def test_a_subclass_names_its_drafter() -> None:
         ("rest", CapabilityError, "needs a datastore"),
     ],
 )
-def test_drafters_that_cannot(
+def test_drafters_that_vllm_cannot_run_are_refused(
     drafter: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import transformers

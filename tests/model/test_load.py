@@ -94,7 +94,7 @@ def test_the_fingerprint_names_the_weights_and_not_how_they_were_loaded(tmp_path
     assert len(prints.pop()) == 64
 
 
-def test_the_fingerprint_tells_trainings_apart(folder: Path, tmp_path: Path) -> None:
+def test_other_weights_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
     other = save_toy(toy_hf(*CASES["llama"], seed=1), tmp_path / "other")
     assert fingerprint(other) != fingerprint(folder)
     before = fingerprint(folder)
@@ -103,7 +103,7 @@ def test_the_fingerprint_tells_trainings_apart(folder: Path, tmp_path: Path) -> 
 
 
 def test_names_without_the_outer_module(tmp_path: Path, make_toy: Any) -> None:
-    """GPT-2's own file has ``h.0.attn``, not ``transformer.h.0.attn``, and carries its masks along."""
+    """GPT-2's own file has ``h.0.attn``, not ``transformer.h.0.attn``, and contains its masks."""
     target, _ = make_toy("gpt2")
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
@@ -404,7 +404,7 @@ def test_a_hub_out_of_reach_says_how_to_go_without(tmp_path: Path, monkeypatch: 
         load_target("org/model")
 
 
-def test_the_hub_is_asked_for_safetensors_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_safetensors_are_downloaded_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     asked: dict[str, Any] = {}

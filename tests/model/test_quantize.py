@@ -72,7 +72,7 @@ def test_odd_inputs_stay_in_int8() -> None:
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "phi"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_speculation_says_what_the_quantized_model_says(case: str, kind: Kind) -> None:
+def test_speculation_gives_the_tokens_of_the_quantized_model(case: str, kind: Kind) -> None:
     plain = copy.deepcopy(small(case))
     whole = logits(plain)
     quantize_decoder(plain, kind)

@@ -94,7 +94,7 @@ def theirs(kind: str, length: int, new: int, seed: int = 0) -> list[int]:
 
 
 class Known(Drafter):
-    """Trees of the text to come and a wrong token beside each of its tokens, as deep as allowed."""
+    """Trees of the next tokens of known texts, each with a wrong sibling, as deep as allowed."""
 
     name, rules, max_nodes = "known", ("match",), 13
 
@@ -191,7 +191,7 @@ def test_kept_texts_are_reused_where_their_rotations_are_the_same(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_are_read_in_chunks_and_beside_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_in_chunks_and_in_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 7)
     monkeypatch.setattr(module, "SHARED_CHUNK", 5)
     monkeypatch.setattr("anabranch.decoding.batch.CHUNK", 6)

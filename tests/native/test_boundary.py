@@ -333,7 +333,7 @@ def test_best_leaves_out_what_is_not_finite(width: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 33, 1500])
-def test_draw_tells_rows_without_a_largest_score(width: int) -> None:
+def test_draw_marks_rows_without_a_largest_score(width: int) -> None:
     torch.manual_seed(width)
     clean = torch.randn(width)
     rows, wanted = [clean], [False]
@@ -350,7 +350,7 @@ def test_draw_tells_rows_without_a_largest_score(width: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("outputs", [1, 33, 1000])
-def test_choose_tells_rows_without_a_largest_score(outputs: int, form: str) -> None:
+def test_choose_marks_rows_without_a_largest_score(outputs: int, form: str) -> None:
     """A NaN in the rows, in one weight, in the bias; +inf and -inf."""
     torch.manual_seed(outputs)
     dtype = torch.float32 if form == "float32" else torch.bfloat16
@@ -482,7 +482,7 @@ print(kernels.linear(x, weight, None).shape)
 
 @pytest.mark.thorough
 @pytest.mark.skipif(SANITIZED, reason="sanitizers need memory of their own")
-def test_with_fewer_threads_than_asked_for() -> None:
+def test_with_fewer_threads_than_requested() -> None:
     """Room for some of the threads' stacks: the pool has fewer, its products are the same, and it says so."""
     code = """
 weight, memory = kernels.pack("float32", torch.randn(320, 64))
@@ -574,7 +574,7 @@ def test_threads_without_cpus_are_left_out_and_tried_again(restored_threads: int
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_fork_takes_no_locks_along() -> None:
+def test_a_forked_child_holds_no_locks() -> None:
     """Another thread may decode while a process forks."""
     k = kernels()
     weight, _memory = k.pack("float32", torch.eye(32))

@@ -70,7 +70,7 @@ def no_compiler(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("PATH", str(empty))
 
 
-def test_where_they_cannot_be_had(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reasons_for_having_no_kernels(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No compiler, another processor, a compiler that fails: the reason is kept and PyTorch decodes."""
     model = decoder(BASE)
     broken = tmp_path / "broken compiler"
@@ -209,7 +209,7 @@ def test_a_sticky_folder_above_is_no_harm(home: Path, quick: Path) -> None:
     assert quick.read_text() == before
 
 
-def test_sources_of_methods_are_compiled_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_methods_are_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method brings C++ of its own by putting it into its folder; every file counts for the library's name."""
     ours = [path.relative_to(build.PACKAGE).as_posix() for path in (*build.sources(), *build.sources("h"))]
     assert {"native/interface.cpp", "native/simd.h", "methods/streams/streams.cpp", "methods/streams/draft.h"} <= {
@@ -311,7 +311,7 @@ def test_where_weights_for_many_rows_are_prefetched_into_the_first_level_cache(
 
 
 @needs_kernels
-def test_a_lesser_form(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slower_instruction_set(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = build.instruction_sets()[0]
     if best == "avx2":
         pytest.skip("this processor has no better form than AVX2")

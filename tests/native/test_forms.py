@@ -114,8 +114,8 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(other: str, form: str) -> None:
         for rows, form in product((1, 3), test_kernels.FORMS)
     ],
 )
-def test_speculation_says_the_same(other: str, rows: int, form: str) -> None:
-    test_kernels.test_speculation_says_the_same("llama", rows, form)
+def test_speculation_gives_the_same_tokens(other: str, rows: int, form: str) -> None:
+    test_kernels.test_speculation_gives_the_same_tokens("llama", rows, form)
 
 
 @in_every_other_form
@@ -168,7 +168,7 @@ def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatc
         native.forget()
 
 
-def test_who_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without something, and whoever asks to do without it."""
     needs = {name: needed for name, (needed, _) in build.INSTRUCTION_SETS.items()}
     monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)

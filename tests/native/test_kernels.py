@@ -1,4 +1,4 @@
-"""The native kernels against plain PyTorch, and what they promise beyond it: results that do not depend on company."""
+"""The native kernels against plain PyTorch; batch-invariant to the bit, which PyTorch is not."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ SPECULATING = [
 
 
 @pytest.mark.parametrize(("name", "rows", "form"), SPECULATING)
-def test_speculation_says_the_same(name: str, rows: int, form: str) -> None:
+def test_speculation_gives_the_same_tokens(name: str, rows: int, form: str) -> None:
     """In bf16 and quantised too, drafts change nothing."""
     model = packed(CASES[name], form)
     # tokens of the rows' own texts join this vocabulary

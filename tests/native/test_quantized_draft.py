@@ -70,7 +70,7 @@ def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 2, LEAD_ROWS + 2])
-def test_a_lead_changes_nothing_that_is_said(rows: int, sampling: SamplingParams) -> None:
+def test_a_lead_changes_no_tokens(rows: int, sampling: SamplingParams) -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
     for lead, nodes in ((None, 7), (1, 7), (3, 7), (2, 3), (2, 2)):
@@ -199,7 +199,7 @@ def test_streams_alone_have_no_copy_and_copy_nothing() -> None:
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("spec", ["quantized_draft:tokens=3", "quantized_draft", "prompt_lookup+quantized_draft"])
-def test_a_copy_alone_changes_nothing_that_is_said(spec: str, rows: int, sampling: SamplingParams) -> None:
+def test_a_copy_alone_changes_no_tokens(spec: str, rows: int, sampling: SamplingParams) -> None:
     model = packed(BASE, "bfloat16")
     plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
     found = decode(model, make_drafter(spec, model), rows, sampling)
