@@ -300,7 +300,7 @@ def _long_answer(model: Model) -> tuple[str, str]:
 
 
 def test_ctrl_c_at_the_prompt_of_a_real_pipe(toys: ToyFolders) -> None:
-    command = [*PROGRAM, "chat", "--model", str(toys.model), "--drafter", "prompt_lookup", "-n", "4", "--stats"]
+    command = [*PROGRAM, "chat", "--model", str(toys.model), "--drafter", "none", "-n", "4", "--stats"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as chat:

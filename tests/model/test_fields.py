@@ -56,7 +56,7 @@ def reads(module: str) -> set[str]:
 
 
 def takes(module: str) -> set[str]:
-    """The fields that a module's config classes accept besides those that they declare: ``kwargs.pop("X")`` and such."""
+    """Fields that a module's config classes accept besides those that they declare: ``kwargs.pop("X")`` and such."""
     found: set[str] = set()
     for node in ast.walk(tree(module)):
         match node:
