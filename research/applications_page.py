@@ -30,7 +30,7 @@ def newest() -> dict[str, Result]:
 
 
 def section(name: str, result: Result) -> list[str]:
-    """What was measured of one task."""
+    """The section of one task."""
     task = result["task"]
     return [
         f"### {TITLES.get(name, name)}",
@@ -76,7 +76,7 @@ def decoded(result: Result) -> list[str]:
 
 
 def trained(result: Result) -> list[str]:
-    """What training took."""
+    """The table of training costs."""
     titles = ("form", "extra parameters", "MB", "MB of LoRA", "rows", "answer tokens", "epochs", "steps", "minutes")
     lines = [
         [

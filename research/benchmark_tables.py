@@ -51,7 +51,7 @@ def _rates(machine: Result) -> str:
 
 
 def _memory_line(machine: Result) -> str:
-    """What the machine reached before and after the run, and the floor that its memory sets."""
+    """The machine's rates before and after the run, and the floor that its memory sets."""
     after = f", and {_rates(machine['after'])} after it" if "after" in machine else ""
     return (
         f"The machine reached {_rates(machine)} before the run{after}: a token of plain decoding takes at least "
@@ -60,7 +60,7 @@ def _memory_line(machine: Result) -> str:
 
 
 def at_a_time(run: Result) -> str:
-    """How many prompts a comparison decodes together, in words."""
+    """The number of prompts that a comparison decodes together, in words."""
     rows = run.get("rows", 1)
     return "one prompt at a time" if rows == 1 else f"{rows} prompts at a time"
 
@@ -344,7 +344,7 @@ def _tables(result: Result) -> list[str]:
 
 
 def _training_rates(result: Result) -> list[str]:
-    """How fast the methods train, and the memory that they take (``research/training_rates.py``)."""
+    """Training rates and memory of the methods (``research/training_rates.py``)."""
     completions = result["completions"]
     rows = [("completions", "", "", completions["tokens_per_second"], completions["peak_mb"])]
     rows += [

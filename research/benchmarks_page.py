@@ -142,7 +142,7 @@ def index(results: Mapping[str, Result]) -> str:
 
 
 def charted(result: Result) -> bool:
-    """Whether a result has a chart: a comparison with other engines."""
+    """Return whether a result has a chart: a comparison with other engines."""
     return "prompts_done" in result and any(record["kind"] == "peer" for record in result["contenders"])
 
 

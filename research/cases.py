@@ -189,7 +189,7 @@ def rejection_spec(case: Case, loaded: Loaded) -> Spec | None:
 
 # -- what it took to train -----------------------------------------------------------------------------------------
 def facts(case: Case, model: ModelConfig) -> dict[str, Any]:
-    """What a case needs besides the target: parameters, bytes, data and training time, from its adapter folder.
+    """Needs of a case besides the target: parameters, bytes, data and training time, from its adapter folder.
 
     extra_parameters  trained parameters besides the target's; those merged into a tuned target are not extra
     parameter_share   the same divided by the target's parameters

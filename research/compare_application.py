@@ -114,7 +114,7 @@ def measure(run: Run, args: argparse.Namespace, path: Path) -> None:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What training a form took: parameters, bytes, seconds, data and command, from its folder."""
+    """The cost of training a form: parameters, bytes, seconds, data and command, from its folder."""
     if (folder / RECORD).is_file():  # a LoRA alone
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         training, extra, stored = record, 0, 0

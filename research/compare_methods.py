@@ -105,7 +105,7 @@ class Comparison:
         return [(prompt, self._ids(prompt)) for prompt in self.suite]
 
     def settings(self) -> dict[str, Any]:
-        """What must be equal to continue a run."""
+        """The settings that must be equal to continue a run."""
         args = self.args
         target = self.target(args.model, args.dtype, args.weights[0])
         ids = [self._ids(prompt) for prompt in (*self.suite, *self.together)]

@@ -30,7 +30,7 @@ DEPTHS = 6
 
 
 def heading(result: Result) -> list[str]:
-    """What was run where."""
+    """The run and the machine in one sentence."""
     run = result["run"]
     stopped = "" if result["complete"] else " **The run was stopped before its end.**"
     return [
@@ -118,7 +118,7 @@ def summary(result: Result) -> list[str]:
 
 
 def trained(result: Result) -> list[str]:
-    """What each adapter is made of and was trained on."""
+    """The table of adapters: parameters, bytes, data and training."""
     titles = ("method", "extra parameters", "of the target's", "MB", "examples", "target tokens", "epochs", "minutes")
     lines, estimated = [], False
     for method in _methods(result):
@@ -192,7 +192,7 @@ def speeds(result: Result) -> list[str]:
 
 
 def failures(result: Result) -> list[str]:
-    """What could not be measured, and why."""
+    """The table of failures, with their reasons."""
     lines = []
     for method in _methods(result):
         for name, part in method["parts"].items():
@@ -202,7 +202,7 @@ def failures(result: Result) -> list[str]:
 
 
 def dots(result: Result) -> list[Dot]:
-    """Of each method the fastest drafter of a fixed size; of the methods, the ten fastest."""
+    """The fastest drafter of a fixed size for each of the ten fastest methods."""
     found = []
     for method in _methods(result):
         records = [r for r in _fixed(_alone(method)) if "relative_step" in r and "speedup_total" in r]

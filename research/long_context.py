@@ -1,4 +1,4 @@
-"""What a step costs and what it accepts as the text before it grows.
+"""Cost and acceptance of a step by the length of the context.
 
 Passages of a plain-text file, cut to each context length, are followed by a request to sum them up. Every passage goes
 through all drafters in turn, at the same number of new tokens.

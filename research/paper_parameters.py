@@ -32,7 +32,7 @@ class Printed:
     text: str
 
     def agrees(self, found: int) -> bool:
-        """Whether ``found`` is printed like this, rounded to its digits or cut off after them, as the papers do."""
+        """Return whether ``found`` is printed like this, rounded or cut off after its digits, as the papers do."""
         digits, _, power = self.text.partition("E")
         unit = 10 ** int(power) / 10 ** len(digits.partition(".")[2])
         value = round(float(self.text) / unit)
@@ -82,7 +82,7 @@ def counted(model: str) -> dict[str, int]:
 
 
 def printed(model: str, method: str) -> list[Printed]:
-    """What the papers print for a method and target."""
+    """The papers' number for a method and target."""
     return [each for each in PRINTED if (each.model, each.method) == (model, method)]
 
 

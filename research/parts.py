@@ -72,5 +72,5 @@ class Parts:
 
 
 def _extends(name: str, before: Any, now: Any) -> bool:
-    """Whether a list of methods has all that it had before."""
+    """Return whether a list of methods has all that it had before."""
     return name == "methods" and isinstance(before, list) and all(method in now for method in before)

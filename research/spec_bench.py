@@ -101,7 +101,7 @@ class Tokenizer:
 
 @dataclass
 class Conversation:
-    """What eval.py uses of a fastchat conversation, by the model's own chat template."""
+    """The part of a fastchat conversation that eval.py uses, by the model's own chat template."""
 
     tokenizer: Any
     name: str = "the model's own"
@@ -172,7 +172,7 @@ def spread(questions: Answers, limit: int | None) -> Answers:
 
 # -- the numbers -----------------------------------------------------------------------------------------------------
 def theirs(speed: Any, answers: Path, plain: Path, tokenizer: Any) -> dict[str, float]:
-    """What speed.py computes of two answer files."""
+    """The numbers that speed.py computes from two answer files."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         rate, base, ratio, lengths = speed.speed(str(answers), str(plain), folder, task="overall", report=False)

@@ -124,7 +124,7 @@ def _dots(axes: _Axes, dots: Sequence[Dot], labels: Sequence[Box]) -> Iterator[s
 
 
 def _free_place(x: float, y: float, width: float, taken: Sequence[Box]) -> Box:
-    """Where a label of this width beside (x, y) covers the least of what is there already."""
+    """The place of a label of this width at (x, y) that covers the least of what is there already."""
     places = [(x + 8, y - 7), (x - 8 - width, y - 7), (x - width / 2, y - 21), (x - width / 2, y + 7)]
     places += [(x + 7, y - 19), (x + 7, y + 5), (x - 7 - width, y - 19), (x - 7 - width, y + 5)]
     boxes = [(left, top, left + width, top + LINE) for left, top in places]

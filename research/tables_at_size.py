@@ -41,7 +41,7 @@ DRAFTS = 2_000
 
 @cache
 def base_text() -> NDArray[np.uint16]:
-    """What spans are copied from; in memory from before the first build to the end."""
+    """The text that spans are copied from; in memory from before the first build to the end."""
     random = np.random.default_rng(0)
     return np.concatenate([(random.zipf(1.1, size=BASE // 50) % VOCABULARY).astype(np.uint16) for _ in range(50)])
 
@@ -61,7 +61,7 @@ def synthetic(tokens: int, seed: int) -> Iterator[NDArray[np.int64]]:
 
 
 class Peak:
-    """How much this process's memory grew at most while it was watched, in bytes: anonymous, and all resident."""
+    """The peak growth of this process's memory while it was watched, in bytes: anonymous, and all resident."""
 
     def __init__(self) -> None:
         self._before = self._most = self._now()

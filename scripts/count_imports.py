@@ -96,7 +96,7 @@ def arrows(graph: Graph) -> int:
 
 
 def report(source: Path) -> Iterable[str]:
-    """What is printed of a checkout."""
+    """The printed lines of a checkout."""
     imports = module_graph(source)
     rooms = room_graph(imports)
     yield f"{len(rooms)} rooms, {arrows(rooms)} arrows between them"

@@ -159,7 +159,7 @@ class Worker:
 
 
 def work(pipe: Connection) -> None:
-    """What a worker does: spoil, use, tell."""
+    """Corrupt files, read them and report, in a worker process."""
     from anabranch.errors import AnabranchError
     from fuzz_cases import KINDS
 

@@ -1,4 +1,4 @@
-"""What ``scripts/fuzz.py`` breaks and how: valid toy files by kind, mutations of them, and what must survive both."""
+"""The files that ``scripts/fuzz.py`` corrupts: toy files by kind, their mutations, and the calls that read both."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ FIRST = 1  # the first of these that the others are compared with
 
 
 def resident_mb() -> float:
-    """What this process holds now, in 10^6 bytes (Linux)."""
+    """The resident memory of this process, in 10^6 bytes (Linux)."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a study is, and what it is run on.
+"""A study, and the model and data that it runs on.
 
 A study measures what a figure or table of the Speculative Streaming papers shows, on a target and size of one's choice.
 Its ``measure`` returns JSON values; its ``table``, ``chart`` and ``headline`` read them from a result file, so that the
@@ -33,7 +33,7 @@ MOST_SERIES = 10
 
 @dataclass(frozen=True)
 class Setup:
-    """What a study is run on.
+    """The model and the data of a study.
 
     adapters  folders by label; without any, the adapter that ships for the target
     dtype     "": the study's own
@@ -164,7 +164,7 @@ class Study:
 
     @property
     def shown_command(self) -> str:
-        """How to run it."""
+        """The command that runs it."""
         data = " --data DIR" if self.suite not in ("", "own") or self.name == "peeking" else ""
         return (
             self.command or f"python research/study.py {self.name}{data} --out benchmarks/study-{self.name}-DATE.json"

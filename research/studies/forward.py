@@ -20,7 +20,7 @@ __all__ = ["Rows", "causal", "rows_pass"]
 
 @dataclass(frozen=True)
 class Rows:
-    """What a pass computed.
+    """The results of a pass.
 
     entries      states before each layer, and after the last layer, [1, R, D] each
     hidden_1RD   states after the last norm

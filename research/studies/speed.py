@@ -59,7 +59,7 @@ def alone(
 
 
 def facts(setup: Setup, loaded: Loaded) -> dict[str, Any]:
-    """What was decoded, and the adapters' hashes by method."""
+    """The prompts and settings, and the adapters' hashes by method."""
     return {
         "prompts": len(setup.prompts),
         "new_tokens": setup.new,

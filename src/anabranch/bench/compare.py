@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from anabranch.errors import FileError
 from anabranch.support.jsonfiles import is_number, read_json, shown
 from anabranch.support.table import Table
 
-__all__ = ["compare", "comparison_table", "read_result"]
+__all__ = ["PLACE", "RUN", "compare", "comparison_table", "invalid", "read_result"]
 
 SIDE = ("tokens_per_second", "speedup_quartiles", "mean_acceptance_length", *CALL_KEYS)  # shown of each result
 SHOWN = 8  # maximum number of files listed in an error
@@ -42,7 +42,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
     Raises FileError for anything else.
     """
-    path = _found(path)
+    path = _existing(path)
     advice = "give a file that 'anabranch bench --out FILE' wrote"
     result = read_json(path, advice)
     if "schema" not in result and {"steps", "ratios"} <= set(result):
@@ -71,29 +71,37 @@ def _malformed(result: Mapping[str, Any]) -> str:
     for number, one in enumerate(contenders):
         if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("name", "spec")):
             return f"the name or spec of contender {number}"
-        if "error" in one:
-            continue
-        rates = one.get("tokens_per_second_by_prompt")
-        if not isinstance(rates, list) or not all(is_number(rate, 1e-9, 1e12) for rate in rates):
-            return f"'tokens_per_second_by_prompt' of contender {number}"
-        if not is_number(one.get("tokens_per_second"), 1e-9, 1e12):
-            return f"'tokens_per_second' of contender {number}"
-        if one.get("mean_acceptance_length") is not None and not is_number(one["mean_acceptance_length"]):
-            return f"'mean_acceptance_length' of contender {number}"
-        for key in CALL_KEYS:
-            if key in one and not is_number(one[key], 0):
-                return f"'{key}' of contender {number}"
-        quarters = one.get("speedup_quartiles")
-        if quarters is not None and not (
-            isinstance(quarters, list)
-            and len(quarters) == 3
-            and all(value is None or is_number(value) for value in quarters)
-        ):
-            return f"'speedup_quartiles' of contender {number}"
+        if "error" not in one and (wrong := invalid(one, MEASURED)):
+            return f"{wrong} of contender {number}"
     return ""
 
 
-def _found(path: Path) -> Path:
+def invalid(record: Mapping[str, Any], checks: Mapping[str, Callable[[Any], bool]]) -> str:
+    """The first key whose value, None if absent, fails its check; empty if there is none."""
+    return next((repr(key) for key, valid in checks.items() if not valid(record.get(key))), "")
+
+
+def _are_numbers(values: Any, least: float, most: float) -> bool:
+    """Return whether a value is a list of numbers in this range."""
+    return isinstance(values, list) and all(is_number(value, least, most) for value in values)
+
+
+def _are_quartiles(values: Any) -> bool:
+    known = isinstance(values, list) and len(values) == 3
+    return values is None or (known and all(value is None or is_number(value) for value in values))
+
+
+# of a contender that was measured
+MEASURED: dict[str, Callable[[Any], bool]] = {
+    "tokens_per_second_by_prompt": lambda rates: _are_numbers(rates, 1e-9, 1e12),
+    "tokens_per_second": lambda rate: is_number(rate, 1e-9, 1e12),
+    "mean_acceptance_length": lambda length: length is None or is_number(length),
+    **dict.fromkeys(CALL_KEYS, lambda calls: calls is None or is_number(calls, 0)),
+    "speedup_quartiles": _are_quartiles,
+}
+
+
+def _existing(path: Path) -> Path:
     """The JSON file for ``path``: the file itself, the one next to its .csv or .md, or its stem with .json."""
     result = beside(path, ".json")
     if result.is_file() or (path.is_file() and path.suffix not in FORMATS):
@@ -127,11 +135,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     sides = [{record["name"]: record for record in result["contenders"]} for result in (a, b)]
     records = []
     for name in dict.fromkeys([*sides[0], *sides[1]]):
-        found = [side.get(name) for side in sides]
-        record: dict[str, Any] = {"name": name}
-        for letter, one in zip("ab", found, strict=True):
-            record[letter] = _side(one)
-        one, two = found
+        one, two = (side.get(name) for side in sides)
+        record: dict[str, Any] = {"name": name, "a": _side(one), "b": _side(two)}
         if one is not None and two is not None and "error" not in one and "error" not in two:
             if one["spec"] != two["spec"]:
                 warnings.append(f"{name} is {one['spec']} in A and {two['spec']} in B")

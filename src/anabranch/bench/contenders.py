@@ -65,7 +65,7 @@ class Served:
 
 
 class Contender(Protocol):
-    """Something that decodes prompts, several at a time if asked to."""
+    """Something that decodes prompts, one or several at a time."""
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
         """Decode all prompts as configured, ``rows`` at a time, up to the end token or ``max_new_tokens``."""

@@ -94,8 +94,8 @@ def check_installed(entries: Sequence[Entry]) -> None:
 
 def plain_of(entries: Sequence[Entry], weights: Quantization) -> str | None:
     """The name of the plain decoding of these weights."""
-    found = (e.name for e in entries if e.kind == "ours" and e.spec == PLAIN and e.weights == weights)
-    return next(found, None)
+    names = (e.name for e in entries if e.kind == "ours" and e.spec == PLAIN and e.weights == weights)
+    return next(names, None)
 
 
 def listed(text: str) -> list[str]:
@@ -123,8 +123,8 @@ def quantised(text: str, kind: Quantization) -> str:
 
 def _weights(text: str) -> tuple[str, str]:
     """The specification and the kind of weights of ``SPEC[@KIND]``; an @ before a slash, as in a path, is no kind."""
-    found = re.fullmatch(r"(.*)@(\w+)", text, re.DOTALL)
-    return (text, "none") if found is None else (found[1], found[2])
+    match = re.fullmatch(r"(.*)@(\w+)", text, re.DOTALL)
+    return (text, "none") if match is None else (match[1], match[2])
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -156,7 +156,7 @@ def _acceptance(result: Mapping[str, Any], records: Records) -> Figure | None:
     for place, record in enumerate(records):
         colour, marker = LINES[place % len(LINES)]
         shares = [100 * share for share in record["acceptance_by_depth"][:deepest]]
-        label = f"{record['name']}: {record['mean_acceptance_length']:.2f} tokens per target call"
+        label = f"{record['name']}: {record['mean_acceptance_length']:.2f} mean acceptance length"
         dashes = "-" if place < len(LINES) else "--"
         axes.plot(range(1, len(shares) + 1), shares, dashes, color=colour, marker=marker, linewidth=2, label=label)
     axes.set_xticks(range(1, deepest + 1))

@@ -8,16 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from rich.console import Console
 
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.bench.cells import CALL_KEYS
-from anabranch.bench.contenders import Contender
-from anabranch.bench.entries import PLAIN, Entry, open_entry, plain_of, read_entries
-from anabranch.bench.run import FAILURES, Encoded, describe, one_by_one, rounds, warm_up
+from anabranch.bench.entries import PLAIN, Entry, plain_of, read_entries
+from anabranch.bench.run import Encoded
+from anabranch.bench.session import Session
 from anabranch.bench.suites import SuitePrompt
-from anabranch.bench.summary import gather, summarise
 from anabranch.bench.verdict import short_table, verdict
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded
@@ -55,7 +53,7 @@ class Measured:
     drafter                 its specification, with "auto" resolved
     tokens_per_second       new tokens over seconds, prompts included
     speedup                 (lower quartile, median, upper quartile) over prompts, relative to plain decoding
-    mean_acceptance_length  tokens per step of the target
+    mean_acceptance_length  tokens emitted per step of the target
     equal, prompts          prompts with the tokens of plain decoding, and all prompts
     calls                   target calls, draft calls and 10^6 bytes of weights read, per token
     error                   why it could not be measured; empty: it was
@@ -156,24 +154,15 @@ def bench(
     )
     entries = _entries(drafters)
     encoded = _encoded(model, prompts, max_new_tokens)
-    contenders, errors = _opened(model, entries, encoded, sampling, rule, max_new_tokens)
-    loads = one_by_one(encoded)
-    _, failed = warm_up(contenders, loads, max_new_tokens=max_new_tokens)
-    errors |= failed
-    ready = {name: contender for name, contender in contenders.items() if name not in failed}
-    done = list(rounds(ready, loads, max_new_tokens=max_new_tokens, repeats=repeats, report=report))
-    found = gather([entry.name for entry in entries], done, errors)
-    if all(one.error is not None for one in found):
-        why = "; ".join(f"{one.name}: {one.error}" for one in found)
-        raise CapabilityError(f"no drafter could be measured ({why})")
-    plain = plain_of(entries, "none") or PLAIN
-    specs = {entry.name: entry.spec for entry in entries}
-    records = tuple(
-        record | {"spec": specs[record["name"]], "kind": "ours", "weights": "none"}
-        for record in summarise(found, encoded, baseline=lambda name: plain)
-    )
-    resolved = {name: getattr(contender, "spec", "") for name, contender in contenders.items()}
-    return BenchResult(tuple(_measured(record, resolved) for record in records), records)
+    run = {"max_new_tokens": max_new_tokens, "repeats": repeats}
+    with Session(run, entries, encoded, {"none": Loaded(model.target, model.adapters)}, sampling, rule=rule) as session:
+        session.open()
+        session.decode(report)
+        if len(session.failed) == len(entries):
+            why = "; ".join(f"{name}: {error}" for name, error in session.failed.items())
+            raise CapabilityError(f"no drafter could be measured ({why})")
+        records = tuple(session.records())
+    return BenchResult(tuple(map(_measured, records)), records)
 
 
 def _entries(drafters: Sequence[str] | Mapping[str, str]) -> list[Entry]:
@@ -209,32 +198,8 @@ def _encoded(model: Model, prompts: Any, max_new_tokens: int) -> list[Encoded]:
     return [(SuitePrompt(str(place), "prompts", ""), ids) for place, ids in enumerate(rows)]
 
 
-def _opened(
-    model: Model,
-    entries: Sequence[Entry],
-    encoded: Sequence[Encoded],
-    sampling: SamplingParams,
-    rule: Rule,
-    max_new_tokens: int,
-) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders by name, and the errors of those that are not supported."""
-    loaded = Loaded(model.target, model.adapters)
-    capacity = max(len(ids) for _, ids in encoded) + max_new_tokens
-    contenders: dict[str, Contender] = {}
-    errors: dict[str, str] = {}
-    for entry in entries:
-        try:
-            contenders[entry.name] = open_entry(
-                *(entry, loaded), sampling=sampling, threads=torch.get_num_threads(), capacity=capacity, rule=rule
-            )
-        except FAILURES as error:
-            errors[entry.name] = describe(error)
-    return contenders, errors
-
-
-def _measured(record: Mapping[str, Any], resolved: Mapping[str, str]) -> Measured:
-    name = str(record["name"])
-    drafter = resolved.get(name, str(record["spec"]))
+def _measured(record: Mapping[str, Any]) -> Measured:
+    name, drafter = str(record["name"]), str(record.get("drafter", record["spec"]))
     if "error" in record:
         return Measured(name, drafter, error=str(record["error"]))
     low, middle, high = record.get("speedup_quartiles") or (0.0, 0.0, 0.0)

@@ -119,7 +119,7 @@ def _round(record: Any) -> Round:
 
 
 def _is_complete(result: Path) -> bool:
-    """Whether a result file is that of a complete run."""
+    """Return whether a result file is that of a complete run."""
     try:
         return read_json(result, "measure again").get("complete") is True
     except FileError:

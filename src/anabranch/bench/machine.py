@@ -128,12 +128,12 @@ def forget_peak(device: torch.device) -> None:
 
 def peak_memory_mb(device: torch.device) -> dict[str, float]:
     """Peak memory of this process in 10^6 bytes, by kind of memory, omitting unknown kinds."""
-    found: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     if sys.platform != "win32":
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
-        found["resident"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+        peaks["resident"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
     if device.type == "cuda":
-        found["device"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
-    return found
+        peaks["device"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    return peaks

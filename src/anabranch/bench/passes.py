@@ -46,8 +46,8 @@ def passes_of(steps: Iterable[Step]) -> list[Pass]:
 
 def _first_choices(tree: DraftTree, node: int) -> tuple[int, ...]:
     """The tokens from a node on, always to the first child."""
-    found = []
+    choices = []
     while children := tree.children(node):
         node = children[0]
-        found.append(int(tree.tokens[node]))
-    return tuple(found)
+        choices.append(int(tree.tokens[node]))
+    return tuple(choices)

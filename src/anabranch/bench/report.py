@@ -37,11 +37,11 @@ def _commit(package: Path = PACKAGE) -> str:
 
     Not the commit of another repository that an installed package may be inside of.
     """
-    found = _git(package, "rev-parse", "--show-toplevel", "--short", "HEAD")
-    if found is None or len(found) != 2 or Path(found[0], "src", "anabranch").resolve() != package.resolve():
+    lines = _git(package, "rev-parse", "--show-toplevel", "--short", "HEAD")
+    if lines is None or len(lines) != 2 or Path(lines[0], "src", "anabranch").resolve() != package.resolve():
         return "unknown"
-    changed = _git(Path(found[0]), "--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", "src")
-    return found[1] if changed == [] else f"{found[1]}-dirty"
+    changed = _git(Path(lines[0]), "--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", "src")
+    return lines[1] if changed == [] else f"{lines[1]}-dirty"
 
 
 def _git(folder: Path, *words: str) -> list[str] | None:
@@ -119,16 +119,16 @@ def heading(result: Mapping[str, Any]) -> list[str]:
         f"{_physics(machine)}. A token reads {machine['weight_mb']:.1f} MB of weights: plain decoding "
         f"cannot take less than {machine['floor_ms']:.2f} ms per token.",
     ]
-    if said := run.get("near_ties"):
-        lines.append(f"{said[0].upper()}{said[1:]}.")
+    if clause := run.get("near_ties"):
+        lines.append(f"{clause[0].upper()}{clause[1:]}.")
     if run["temperature"] > 0:
         lines.append(
             "Sampled: with the same seed all our methods use the same random numbers at each position, so their tokens "
             "should equal plain decoding's. Peers use their own: same distribution, but tokens are not comparable."
         )
     if memory := result["memory_mb"]:
-        held = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
-        lines.append(f"Our contenders share one process; its peak memory while decoding: {held}.")
+        peaks = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
+        lines.append(f"Our contenders share one process; its peak memory while decoding: {peaks}.")
     became = [(r["name"], r["drafter"]) for r in result["contenders"] if r.get("drafter", r["spec"]) != r["spec"]]
     if became:
         lines.append("; ".join(f"{name} is {drafter} here" for name, drafter in became) + ".")

@@ -38,6 +38,7 @@ from anabranch.model.quantize import Quantization
 from anabranch.model.reads import weight_bytes
 from anabranch.sampling import SamplingParams
 from anabranch.support.files import without_folders
+from anabranch.verify import Rule
 
 __all__ = ["Session"]
 
@@ -50,6 +51,7 @@ class Session:
 
     rows   decode all prompts together, so many at a time, for each of these numbers; empty: decode them one by one
     shown  number of prompts whose forward passes are kept one by one, to be shown as examples
+    rule   how our own drafts are verified
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Session:
         recordings: Recordings | None = None,
         shown: int = 0,
         rows: Sequence[int] = (),
+        rule: Rule = "match",
     ) -> None:
         self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
         self.repeats = run["repeats"]
@@ -72,8 +75,8 @@ class Session:
             self.repeats = 1
         self.recordings = Recordings({}, {}, {}) if recordings is None else recordings
         self.loaded, self.target, self.sampling = loaded, next(iter(loaded.values())).target, sampling
-        self.environment = environment(self.target.decoder.device)
-        self.shown = shown
+        self.rule, self.shown = rule, shown
+        self.environment: dict[str, Any] = {}
         self.machine: dict[str, Any] = {}
         self.memory_mb: dict[str, float] = {}
         self.journal: Journal | None = None
@@ -101,11 +104,12 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether all loads have been served."""
+        """Return whether all loads have been served."""
         return len(self.done) == len(self.loads)
 
     def prepare(self, out: Path | None, *, resume: bool) -> None:
         """Measure the machine and start the journal of ``out``, or read both from the journal of a stopped run."""
+        self.environment = environment(self.target.decoder.device)
         settings = {"schema": SCHEMA, **self.run, **self.environment}
         settings = {name: value for name, value in settings.items() if name not in ("date", "commit")}
         settings["--trace"] = "given" if self.recordings.places else "not given"
@@ -145,6 +149,7 @@ class Session:
                     sampling=self.sampling,
                     threads=torch.get_num_threads(),
                     capacity=capacity,
+                    rule=self.rule,
                 )
             except FAILURES as error:
                 self._fail(entry.name, describe(error))
@@ -170,7 +175,8 @@ class Session:
 
     def decode(self, report: Report) -> None:
         """Serve the remaining loads; every round is on disk before the next one starts."""
-        forget_peak(self.target.decoder.device)
+        if self.machine:
+            forget_peak(self.target.decoder.device)
         try:
             for one in rounds(
                 self.contenders,
@@ -192,7 +198,7 @@ class Session:
                     self.journal.add(one)  # ``self.done`` is its list of rounds
         finally:
             self.memory_mb = peak_memory_mb(self.target.decoder.device)
-        if self.complete:
+        if self.complete and self.machine:
             self._measure_again()
 
     def _measure_again(self) -> None:
@@ -226,20 +232,23 @@ class Session:
         return plain_of(self.entries, weights) or ""
 
     def comparable(self, name: str) -> bool:
-        """Whether a contender's tokens should equal plain decoding's: a peer samples with its own random numbers."""
+        """Return whether its tokens should equal plain decoding's: a peer samples with its own random numbers."""
         return self.sampling.greedy or self.facts[name]["kind"] == "ours"
 
-    def result(self, command: str) -> dict[str, Any]:
-        """The result for all completed prompts, in the format of a result file (docs/metrics.md)."""
-        decoded = self.prompts[: len(self.done)]
+    def records(self) -> list[dict[str, Any]]:
+        """One record per contender for all completed prompts (docs/metrics.md), with its properties."""
         records = summarise(
             self.answers(),
-            decoded,
+            self.prompts[: len(self.done)],
             baseline=self.baseline,
-            floor_ms={entry.name: self.floor_ms(entry.weights) for entry in self.entries},
+            floor_ms={entry.name: self.floor_ms(entry.weights) for entry in self.entries} if self.machine else None,
             comparable=self.comparable,
         )
         facts = self._facts()
+        return [record | facts[record["name"]] for record in records]
+
+    def result(self, command: str) -> dict[str, Any]:
+        """The result for all completed prompts, in the format of a result file (docs/metrics.md)."""
         return {
             "schema": SCHEMA,
             "complete": self.complete,
@@ -249,8 +258,11 @@ class Session:
             "machine": self.machine,
             "floor_ms": {weights: self.floor_ms(weights) for weights in self.loaded},
             "memory_mb": self.memory_mb,
-            "contenders": [record | facts[record["name"]] for record in records],
-            "prompts": [{"name": p.name, "task": p.task, "tokens": len(ids)} for p, ids in decoded],
+            "contenders": self.records(),
+            "prompts": [
+                {"name": prompt.name, "task": prompt.task, "tokens": len(ids)}
+                for prompt, ids in self.prompts[: len(self.done)]
+            ],
         }
 
     def rows_result(self, command: str) -> dict[str, Any]:

@@ -150,9 +150,9 @@ class Shape:
 
     def ratios(self) -> list[dict[str, Any]]:
         """By batch, context and method: plain step / memory floor, method's step / plain step, and the speedup over
-        plain decoding at the tokens per step reported in the method's paper, with the paper's own speedup.
+        plain decoding at the mean acceptance length reported in the method's paper, with the paper's own speedup.
         """
-        found = []
+        rows = []
         for plain in (t for t in self.times if t.kind == "plain"):
             for method in methods():
                 drafted = self.find(plain.batch, plain.context, method.name)
@@ -165,8 +165,8 @@ class Shape:
                 if (paper := method.published.get(self.model)) is not None:
                     row["tokens_a_step"], row["speedup_in_the_paper"] = paper
                     row["speedup"] = round(paper[0] * plain.ms[1] / drafted.ms[1], 3)
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
 
 def measure_shape(
@@ -222,14 +222,14 @@ def measure_shape(
 
 def _trained_drafters(decoder: Decoder, nodes: int) -> dict[str, Drafter]:
     """The default methods with a trained module, with random weights and at most ``nodes`` nodes per draft."""
-    found = {}
+    drafters = {}
     for method in methods():
         if method.default and method.trained is not None:
             module = method.trained.make(decoder.config, method.trained.config(), None)
             module = module.to(decoder.device, decoder.dtype).eval().requires_grad_(False)
             settings = max(method.candidates(nodes), key=lambda settings: settings.budget or 0)
-            found[method.name] = method.build(decoder, settings, module)
-    return found
+            drafters[method.name] = method.build(decoder, settings, module)
+    return drafters
 
 
 def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int, rounds: int) -> list[Times]:
@@ -244,7 +244,7 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
         for half in (engine.cache.keys, engine.cache.values):
             half[:, slot, :, : context - 1].normal_()
         engine.join(Request(row, most), known=context - 1)
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    milliseconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     verified: dict[str, list[int]] = {kind: [] for kind in kinds}
     for counted in range(rounds + 1):
         for kind, drafter in kinds.items():
@@ -254,11 +254,11 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
             done = engine.step()
             ms = 1e3 * (time.perf_counter() - began)
             if counted:
-                found[kind].append(ms)
+                milliseconds[kind].append(ms)
                 verified[kind].append(max(step.tree.size for step in done))
     engine.clear()
     times = []
-    for kind, values in found.items():
+    for kind, values in milliseconds.items():
         quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * values
         low, middle, high = (round(value, 3) for value in quartiles)
         nodes = statistics.fmean(verified[kind])

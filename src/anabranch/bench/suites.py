@@ -83,18 +83,18 @@ def load_suite(
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
     own = [SuitePrompt(name, "own", text) for name, text in OWN]
-    found = own if suite == "own" else list(_read(suite, data, field))
-    if not found:
+    prompts = own if suite == "own" else list(_read(suite, data, field))
+    if not prompts:
         raise FileError(f"the suite {suite!r} has no prompts")
     if tasks:
-        known = list(dict.fromkeys(prompt.task for prompt in found))
+        known = list(dict.fromkeys(prompt.task for prompt in prompts))
         if unknown := [task for task in tasks if task not in known]:
             raise InputError(
                 f"the suite {suite!r} has no task {unknown[0]!r}{hint(unknown[0], known)}; "
                 f"its tasks are {', '.join(known)}"
             )
-        found = [prompt for prompt in found if prompt.task in tasks]
-    return found if limit is None else _spread(found, limit)
+        prompts = [prompt for prompt in prompts if prompt.task in tasks]
+    return prompts if limit is None else _spread(prompts, limit)
 
 
 def _read(suite: str, data: Path | None, field: str) -> Iterator[SuitePrompt]:

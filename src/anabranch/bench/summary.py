@@ -158,7 +158,7 @@ def _ratios(measured: ContenderAnswers, reference: ContenderAnswers, where: Sequ
 
 
 def _equality(measured: ContenderAnswers, reference: ContenderAnswers) -> dict[str, Any]:
-    """How many outputs equal the baseline's, and the lengths of common prefixes, for the first repeat."""
+    """Count the outputs that equal the baseline's, and measure common prefixes, for the first repeat."""
     pairs = [(a[0].token_ids, b[0].token_ids) for a, b in zip(measured.answers, reference.answers, strict=True)]
     prefixes = [sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(a, b, strict=False))) for a, b in pairs]
     return {"equal_outputs": sum(a == b for a, b in pairs), "common_prefix_median": statistics.median(prefixes)}

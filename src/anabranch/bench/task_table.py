@@ -5,11 +5,11 @@ Everything is relative to plain decoding in the first result: speed by row, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench.cells import CALL_KEYS, percent, signed_percent
-from anabranch.bench.compare import PLACE, RUN
+from anabranch.bench.compare import PLACE, RUN, invalid
 from anabranch.bench.quality import COSTS, columns_of, cost_cells
 from anabranch.bench.summary import quartiles
 from anabranch.errors import FileError, InputError
@@ -60,48 +60,50 @@ def collect(results: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _malformed(result: Mapping[str, Any]) -> str:
-    """What a result lacks; empty if it has all that is read here and that ``compare.read_result`` did not check."""
+    """The first field that is missing or malformed, of those that ``compare.read_result`` did not check."""
     task, prompts = result["run"].get("application"), result.get("prompts")
-    if not isinstance(task, dict) or not isinstance(task.get("name"), str) or not isinstance(task.get("metrics"), list):
-        return "'application'"
-    if not all(isinstance(name, str) and name in METRICS for name in task["metrics"]):
+    if not isinstance(task, dict) or invalid(task, TASK):
         return "'application'"
     if not isinstance(prompts, list) or not all(isinstance(one, dict) and "name" in one for one in prompts):
         return "'prompts'"
-    for one in result["contenders"]:
-        if "error" in one:
-            continue
-        quality, milliseconds = one.get("quality"), one["sample_ms_quartiles"]
+    count = len(prompts)
+
+    def scored(quality: Any) -> bool:
         parts = [quality.get(key) if isinstance(quality, dict) else None for key in columns_of(task["metrics"])]
-        if not all(isinstance(part, dict) and _are_scores(part.get("scores"), len(prompts)) for part in parts):
-            return f"'quality' of {one['name']}"
-        if len(one["tokens_per_second_by_prompt"]) != len(prompts):
-            return f"'tokens_per_second_by_prompt' of {one['name']}"
-        if not isinstance(milliseconds, list) or len(milliseconds) != 3 or not all(map(is_number, milliseconds)):
-            return f"'sample_ms_quartiles' of {one['name']}"
-        if one.get("extra_parameters") is not None and not is_whole(one["extra_parameters"], 0):
-            return f"'extra_parameters' of {one['name']}"
-    return ""
+        return all(isinstance(part, dict) and _are_scores(part.get("scores"), count) for part in parts)
+
+    checks = {
+        "quality": scored,
+        "tokens_per_second_by_prompt": lambda rates: len(rates) == count,
+        "sample_ms_quartiles": lambda ms: isinstance(ms, list) and len(ms) == 3 and all(map(is_number, ms)),
+        "extra_parameters": lambda extra: extra is None or is_whole(extra, 0),
+    }
+    measured = (one for one in result["contenders"] if "error" not in one)
+    return next((f"{wrong} of {one['name']}" for one in measured if (wrong := invalid(one, checks))), "")
+
+
+TASK: dict[str, Callable[[Any], bool]] = {
+    "name": lambda name: isinstance(name, str),
+    "metrics": lambda names: isinstance(names, list) and all(isinstance(n, str) and n in METRICS for n in names),
+}
 
 
 def _are_scores(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) == count
-        and all(value is None or is_number(value, 0, 1) for value in values)
-    )
+    known = isinstance(values, list) and len(values) == count
+    return known and all(value is None or is_number(value, 0, 1) for value in values)
 
 
 def _warnings(name: str, result: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    found = [] if result["complete"] else [f"{name} is incomplete"]
+    warnings = [] if result["complete"] else [f"{name} is incomplete"]
     for group, facts in (("run", OF_RUN), ("environment", PLACE)):
-        found += [f"{name}: {words}" for key, words in facts.items() if result[group].get(key) != first[group].get(key)]
+        mine, other = result[group], first[group]
+        warnings += [f"{name}: {words}" for key, words in facts.items() if mine.get(key) != other.get(key)]
     task, own = first["run"]["application"], result["run"]["application"]
-    return found + [f"{name}: the {key} of the task differs" for key in DIFFERS if own.get(key) != task.get(key)]
+    return warnings + [f"{name}: the {key} of the task differs" for key in DIFFERS if own.get(key) != task.get(key)]
 
 
 def _record(name: str, one: Mapping[str, Any], base: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """What the table shows of a contender; ``base`` is plain decoding in the first result, ``keys`` the columns."""
+    """The line of a contender; ``base`` is plain decoding in the first result, ``keys`` the columns."""
     record: dict[str, Any] = {"result": name, "name": one["name"], "spec": one["spec"]}
     if "error" in one:
         return record | {"error": one["error"]}
@@ -118,11 +120,11 @@ def _record(name: str, one: Mapping[str, Any], base: Mapping[str, Any], keys: It
     }
 
 
-def rows_of_table(found: Mapping[str, Any]) -> Table:
+def rows_of_table(collected: Mapping[str, Any]) -> Table:
     """The table of ``collect``."""
-    task, columns = found["task"], found["columns"]
+    task, columns = collected["task"], collected["columns"]
     rows = []
-    for record in found["contenders"]:
+    for record in collected["contenders"]:
         cells = [record["result"], record["name"]]
         if "error" in record:
             rows.append([*cells, "error"])
@@ -130,6 +132,6 @@ def rows_of_table(found: Mapping[str, Any]) -> Table:
         for key in columns:
             cells += [percent(record["quality"][key]), signed_percent(record["difference"][key])]
         rows.append([*cells, *cost_cells(record)])
-    caption = f"{task['name']}, {found['rows']} rows: quality in % (95 % interval), relative to the first line"
+    caption = f"{task['name']}, {collected['rows']} rows: quality in % (95 % interval), relative to the first line"
     scores = [title for column in columns.values() for title in (column, "difference")]
     return Table(["result", "contender", *scores, *COSTS], rows, caption, left=2)

@@ -95,14 +95,14 @@ def compare_results(
     from anabranch.bench.compare import compare, comparison_table, read_result
     from anabranch.cli.layout import output, print_tables
 
-    found = compare(read_result(a), read_result(b))
+    compared = compare(read_result(a), read_result(b))
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(compared))
         return
     console = output()
-    for line in (f"A: {a}", f"B: {b}", *(f"warning: {warning}" for warning in found["warnings"])):
+    for line in (f"A: {a}", f"B: {b}", *(f"warning: {warning}" for warning in compared["warnings"])):
         console.print(line)
-    print_tables([comparison_table(found)], console)
+    print_tables([comparison_table(compared)], console)
 
 
 @app.command("table", cls=Verb)
@@ -122,11 +122,11 @@ def task_table(
     from anabranch.bench.task_table import collect, rows_of_table
     from anabranch.cli.layout import output, print_tables
 
-    found = collect([(path.name.removesuffix(".json"), read_result(path)) for path in results])
+    collected = collect([(path.name.removesuffix(".json"), read_result(path)) for path in results])
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(collected))
         return
     console = output()
-    for warning in found["warnings"]:
+    for warning in collected["warnings"]:
         console.print(f"warning: {warning}")
-    print_tables([rows_of_table(found)], console)
+    print_tables([rows_of_table(collected)], console)

@@ -47,7 +47,7 @@ Out = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result
 
 @dataclass(frozen=True, kw_only=True)
 class Contenders:
-    """What is compared, and how it decodes."""
+    """Contenders, and the decoding that they are compared in."""
 
     loading: options.Loading = field(default=options.Loading())
     method: Annotated[
@@ -80,7 +80,7 @@ class Contenders:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What is written."""
+    """Files and formats of a result."""
 
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json, FILE.csv and FILE.md")

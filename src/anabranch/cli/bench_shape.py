@@ -26,7 +26,7 @@ def run(config: ShapeConfig) -> None:
         check_output(beside(config.out, ".json"), force=config.force)
     set_threads(config.threads)
     console, place = status_console(), resolve_device(config.device)
-    found = measure_shape(
+    shape = measure_shape(
         config.shape,
         dtype=resolve_dtype(config.dtype) or torch.bfloat16,
         device=place,
@@ -36,12 +36,12 @@ def run(config: ShapeConfig) -> None:
         batches=config.batch or (1,),
         contexts=config.context_tokens or (512,),
     )
-    result = {"command": command(), "environment": environment(place), **shape_record(found)}
+    result = {"command": command(), "environment": environment(place), **shape_record(shape)}
     if config.out is not None:
         write_atomically(beside(config.out, ".json"), json.dumps(result, indent=1) + "\n")
     if config.as_json:
         print(json.dumps(result))
     else:
-        print_tables(shape_table(found))
+        print_tables(shape_table(shape))
     if config.out is not None:
         console.print(f"wrote {beside(config.out, '.json')}")

@@ -54,15 +54,15 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="print the list as
     standing = {name: status(name) for name in ENVIRONMENTS}
     records: list[dict[str, Any]] = []
     for spec in PEERS.values():
-        found = None if spec.environment is None else standing[spec.environment]
+        known = None if spec.environment is None else standing[spec.environment]
         records.append(
             {
                 "name": spec.name,
                 "summary": spec.summary,
                 "options": list(spec.options),
                 "environment": spec.environment,
-                "installed": found is None or found.ready,
-                "bytes": 0 if found is None else found.bytes,
+                "installed": known is None or known.ready,
+                "bytes": 0 if known is None else known.bytes,
                 "requirements": list(spec.requirements),
             }
         )

@@ -104,7 +104,7 @@ def remove(name: str) -> bool:
 
 
 def _ready(name: str, environment: Environment | None = None) -> bool:
-    """Whether the marker exists and lists exactly the current installation steps."""
+    """Return whether the marker exists and lists exactly the current installation steps."""
     plan = ENVIRONMENTS[name] if environment is None else environment
     folder = environment_folder(name)
     try:

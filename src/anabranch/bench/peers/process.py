@@ -137,14 +137,14 @@ class Peer:
         answers, seconds, steps = reply.get("ids"), reply.get("seconds"), reply.get("step_seconds")
         if not isinstance(answers, list) or len(answers) != len(ids):
             self._fail(f"sent an invalid answer: not one list of token ids for each of {len(ids)} prompts")
-        found = [self._checked(answer, max_new_tokens) for answer in answers]
+        texts = [self._checked(answer, max_new_tokens) for answer in answers]
         if not _duration(seconds) or not isinstance(steps, list) or not all(map(_duration, steps)):
             self._fail(f"sent an invalid answer: its times are {seconds!r} s in total and {steps!r} s by step")
-        if len(steps) < max(map(len, found)) or any(a > b for a, b in zip(steps, [*steps[1:], seconds], strict=True)):
+        if len(steps) < max(map(len, texts)) or any(a > b for a, b in zip(steps, [*steps[1:], seconds], strict=True)):
             self._fail(f"sent an invalid answer: the times of its {len(steps)} steps do not match its tokens")
         self._remember_peak(reply)
-        times = [steps[: len(tokens)] for tokens in found]
-        runs = [Run(ids, at[-1] if at else seconds, [(t, 1) for t in at]) for ids, at in zip(found, times, strict=True)]
+        times = [steps[: len(tokens)] for tokens in texts]
+        runs = [Run(ids, at[-1] if at else seconds, [(t, 1) for t in at]) for ids, at in zip(texts, times, strict=True)]
         return Served(runs, seconds)
 
     def _checked(self, tokens: Any, max_new_tokens: int) -> list[int]:
@@ -219,7 +219,7 @@ class Peer:
         raise PeerError(f"the peer {self.name!r} {what}")
 
     def _ending(self) -> str:
-        """How the process ended, and its last output."""
+        """The end of the process as a clause, with its last output."""
         try:
             code = self._process.wait(_QUIT_SECONDS)
         except subprocess.TimeoutExpired:
