@@ -13,8 +13,8 @@ from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.streams.objective import StreamObjective
 from anabranch.model.decoder import Decoder
-from anabranch.model.int8_training import Int8Linear, multiply_in_int8
 from anabranch.model.quantize import quantize_decoder
+from anabranch.model.training_formats import Int8Linear, multiply_in_int8
 from anabranch.native import library as native
 from small import prompt, small, small_adapter
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from anabranch.cli.train import app
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.recipe import TrainOptions
-from anabranch.model.nf4 import BLOCK, LEVELS, Nf4Linear, quantize_to_nf4
 from anabranch.model.quantize import quantize_decoder
+from anabranch.model.training_formats import BLOCK, LEVELS, Nf4Linear, quantize_to_nf4
 from anabranch.native import library as native
 from small import prompt, small
 from toy_text import ToyFolders

@@ -230,11 +230,11 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         with pytest.raises(AssertionError, match="vocabulary"):
             stack.through(np.array([1, token]), stack.step([3], [2], None, 300), memory, 0, need="tokens")
     for prefill, parents, why in (
-        ([1, 1], chain, "each row"),
-        ([-1], chain, "more nodes along"),
+        ([1, 1], chain, "counts of prompt tokens"),
+        ([-1], chain, "more prefill nodes"),
         ([4], chain, "no output"),
-        ([2], [-1, -1, 1, 2], "no chain"),
-        ([2], [-1, 0, 0, 2], "no chain"),
+        ([2], [-1, -1, 1, 2], "not a chain"),
+        ([2], [-1, 0, 0, 2], "not a chain"),
     ):
         inputs = stack.step([3], [4], np.array(parents), 300)
         with pytest.raises(AssertionError, match=why):

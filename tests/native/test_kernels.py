@@ -34,10 +34,9 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
-from anabranch.model.native_linear import NativeLinear
+from anabranch.model.native_linear import NativeLinear, Screen
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
-from anabranch.model.screen import Screen
 from anabranch.model.stack import NativeBackend, Stack, stack_of
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, argmax, gumbels, position_keys
@@ -261,8 +260,7 @@ def test_prompt_tokens_in_the_pass_of_a_step_change_nothing(prefill: tuple[int, 
                 model(inputs, memory, slots=slice(b, b + 1), need="keys")
                 memory.commit([range(len(text) - more)])
         behind = [text[len(text) - more :] for text, more in zip(texts, together, strict=True)]
-        inputs = Inputs.of_trees([tree] * len(prefill), behind)
-        result = model(inputs, memory, taps=(1,), need="tokens")
+        result = model(Inputs.of_trees([tree] * len(prefill), behind), memory, taps=(1,), need="tokens")
         assert list(result.counts_B) == [4] * len(prefill)
         assert list(result.starts_B) == [4 * b for b in range(len(prefill))]
         parts = [result.hidden_MD, torch.from_numpy(result.tokens_M), result.taps[1]]

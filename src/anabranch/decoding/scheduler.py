@@ -38,7 +38,7 @@ from anabranch.decoding.turn import Turn
 from anabranch.drafting.drafter import Drafter
 from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.methods.none import NoDrafter
-from anabranch.model.cache import HEADROOM, LEAST, SMALL, bytes_per_token, room_for, shared_length
+from anabranch.model.cache import HEADROOM, MIN_CAPACITY, SMALL, bytes_per_token, room_for, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.memory import free_memory, give_back
@@ -50,7 +50,7 @@ ROWS = 64  # at a time at most, unless told otherwise
 SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode
 SHORTEST = 16  # tokens that a shared beginning must have to be copied
 AHEAD = 256  # tokens that a row has room for when it joins, besides those that it begins with
-POSITIONS = 8 * (LEAST + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
+POSITIONS = 8 * (MIN_CAPACITY + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity
 PREFIX_BYTES = 2**26
 CLOSED = "the model was closed while it decoded; load it again"
 PATIENCE = 0.1  # seconds in one user's function after which calls that wait for it are served by the second scheduler

@@ -28,13 +28,12 @@ from anabranch.learning.recompute import through
 from anabranch.learning.target import RunTarget, TargetStates, frozen_target
 from anabranch.methods.terms import LayerTuning, lora_of
 from anabranch.model.blocks import Attend, Block, attention
+from anabranch.model.config import NEEDS
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import module_rows, weight_source
-from anabranch.model.int8_training import Int8Linear
 from anabranch.model.load import Target, base_name, load_target
-from anabranch.model.needs import KEY
-from anabranch.model.nf4 import Nf4Linear
 from anabranch.model.peft import write_lora
+from anabranch.model.training_formats import Int8Linear, Nf4Linear
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import read_json
 
@@ -337,7 +336,7 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target, *, needs: st
 
     needs  the method whose adapter is part of the tuned model; empty: none
     """
-    described = {**_described(target), **({KEY: needs} if needs else {})}
+    described = {**_described(target), **({NEEDS: needs} if needs else {})}
     decoder = copy.deepcopy(target.decoder).cpu()
     for block, side in zip(decoder.blocks, layers, strict=True):
         assert isinstance(block, Block)

@@ -1,7 +1,7 @@
-"""How forward passes are run: the one seam between a decoder and PyTorch, captured graphs or the native kernels.
+"""Backends, which run the forward passes of a decoder: in PyTorch, or as captured graphs.
 
-The native backend stands with its layers (``stack``). A backend keeps nothing of a network but what it made of its
-weights, so each call is given the network.
+The backend of the native kernels is in ``stack``. A backend holds at most packed copies of weights, so every call takes
+the network.
 
 B rows of the batch, M nodes of all rows, N nodes of the widest row, R rows of one pass, S rows a node of a rider,
 V vocabulary, D model width.
@@ -35,33 +35,33 @@ class Backend(Protocol):
 
     @property
     def ragged(self) -> bool:
-        """Whether the rows of a pass may differ in their number of nodes; otherwise they are padded to the widest."""
+        """True if the rows of a pass may have different numbers of nodes; otherwise they are padded to the widest."""
 
     @property
     def kernels(self) -> Library | None:
-        """The native kernels where they run the layers, None where PyTorch does.
+        """The native kernels if they run the layers; None if PyTorch does.
 
-        Where they do, main rows are float32 between layers, and a rider's rows go through a layer separately.
+        With them, main rows are float32 between layers, and a rider's rows go through a layer separately.
         """
 
     @property
     def capture(self) -> Capture | None:
-        """How computations of fixed shapes are captured as graphs; None: they are not."""
+        """The function that captures computations of fixed shapes as graphs; None: graphs are not used."""
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
-        """A whole pass, up to the last norm."""
+        """Run a whole pass, up to the last norm."""
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
-        """Main rows [B, N, D] through layers ``low`` to ``high`` - 1."""
+        """Run main rows [B, N, D] through layers ``low`` to ``high`` - 1."""
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
         """The last norm [..., D], in the weights' type."""
 
     def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
-        """The rows of the head's weight [..., D] for some tokens [...]."""
+        """The rows of the head's weight [..., D] for tokens [...]."""
 
     def choose(self, network: Network, x: Tensor) -> Tensor:
-        """Normed hidden states [..., D] -> the greedy tokens [...], the lowest token id among equals."""
+        """The greedy tokens [...] of normed hidden states [..., D]; the lowest id among equals."""
 
     def draw(
         self,
@@ -93,7 +93,7 @@ class TorchBackend:
     def _through(
         self, network: Network, run: Pass, counts_B: Sequence[int], taps: Sequence[int], rider: Rider | None
     ) -> PassResult:
-        """All rows through all layers and the last norm."""
+        """Run all rows through all layers and the last norm."""
         x, top, entry = network.embed(run.tokens_BN, run.positions_BN), len(network.blocks), None
         tapped: dict[int, Tensor] = {}
         stops = sorted({0, *taps, top} | (set() if rider is None else {rider.start}))
@@ -186,14 +186,14 @@ class GraphBackend(TorchBackend):
 
         def compute(*nodes: Tensor) -> tuple[Tensor, ...]:
             run = Pass(network.config, Nodes(*nodes), cache, slots, rope, span=span)
-            found = self._through(network, run, inputs.counts_B, taps, rider)
-            riding = () if found.riding_MSD is None else (found.riding_MSD,)
-            return (found.hidden_MD, *(found.taps[layer] for layer in taps), *riding)
+            result = self._through(network, run, inputs.counts_B, taps, rider)
+            riding = () if result.riding_MSD is None else (result.riding_MSD,)
+            return (result.hidden_MD, *(result.taps[layer] for layer in taps), *riding)
 
         key = ("pass", rows, slots.start, width, span, id(rider), tuple(taps), table.data_ptr())
         padded = Nodes.of(inputs.widened(width), cache.lengths[slots])
-        hidden, *found = cache.graphs.run(self.capture, key, compute, padded, network.device, held=(table, rider))
-        tapped, riding = found[: len(taps)], found[len(taps) :]
+        hidden, *others = cache.graphs.run(self.capture, key, compute, padded, network.device, held=(table, rider))
+        tapped, riding = others[: len(taps)], others[len(taps) :]
         return PassResult(
             inputs.counts_B,
             range(0, rows * width, width),
@@ -204,6 +204,6 @@ class GraphBackend(TorchBackend):
 
 
 def backend_for(device: torch.device) -> TorchBackend:
-    """The backend of weights as they are loaded: captured graphs on a GPU, plain PyTorch elsewhere."""
+    """The backend of weights that are not packed: captured graphs on a GPU, plain PyTorch elsewhere."""
     capture = capture_for(device)
     return TorchBackend() if capture is None else GraphBackend(capture)

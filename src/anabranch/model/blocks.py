@@ -70,7 +70,7 @@ class MLP(nn.Module):
         return self.through(x, self.up, self.down)
 
     def through(self, x: Tensor, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same with other products in place of ``up`` and ``down``."""
+        """The feed-forward part with other products in place of ``up`` and ``down``."""
         y = up(x)
         if not self.gated:
             return down(self.activation(y))
@@ -81,9 +81,9 @@ class MLP(nn.Module):
 
 
 class _SiluGate(torch.autograd.Function):
-    """[gate, up] -> silu(gate) * up, with half of autograd's memory: silu(gate) is computed again for the gradient.
+    """[gate, up] -> silu(gate) * up, with half of autograd's memory: silu(gate) is recomputed for the gradient.
 
-    The gradient is written where it belongs instead of being concatenated, a few rows at a time.
+    The two halves of the gradient are written in place instead of being concatenated, a few rows at a time.
     """
 
     ROWS = 512
@@ -110,7 +110,7 @@ class _SiluGate(torch.autograd.Function):
 
 
 class RowSide(Protocol):
-    """What a rider changes in a block for its own rows, which follow the main rows; those are never changed."""
+    """A rider's own linear layers in a block, for the rows that it added after the main rows."""
 
     def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
         """The fused query, key and value projections of all rows."""
@@ -127,7 +127,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """One layer, wired as the config says; ``qkv`` and ``out`` may be replaced by quantised or packed modules."""
+    """One layer, wired by the config; ``qkv`` and ``out`` may be replaced by quantised or packed modules."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Block(nn.Module):
         self.norm_after_mlp = Norm(config) if config.post_norms else None
 
     def linears(self) -> tuple[tuple[nn.Module, str], ...]:
-        """The linear layers, each as the module that has it and its name there, for replacing them."""
+        """The linear layers as (parent module, attribute name), for replacing them."""
         return (self, "qkv"), (self, "out"), (self.mlp, "up"), (self.mlp, "down")
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +187,7 @@ class Block(nn.Module):
 def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, bias: Tensor | None) -> Tensor:
     """Grouped-query attention without repeated keys: the G query heads of a kv head are stacked as rows.
 
-    ``bias`` [B, 1, G N, L] is added to the scores; None: nothing is masked. Returns [B, N, H E].
+    ``bias`` [B, 1, G N, L] is added to the scores; None: no mask. Returns [B, N, H E].
     """
     b, n, h, e = q_BNHE.shape
     kv = k_BKLE.shape[1]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +27,15 @@ from anabranch.support.memory import free_memory, zeroed
 
 __all__ = ["Cache", "bytes_per_token", "room_for", "shared_length"]
 
-LEAST = 512  # positions of the smallest cache
-SMALL = 2**24  # bytes for which nobody asks how many are free
-HEADROOM = 2**27  # bytes that a cache leaves free, for the tensors of passes
+MIN_CAPACITY = 512
+SMALL = 2**24  # bytes; smaller caches are allocated without looking at free memory
+HEADROOM = 2**27  # bytes left free for the tensors of passes
 
 
 def room_for(positions: int) -> int:
-    """Positions of a cache in which so many are in use: at most a quarter more, so that copies take little time."""
-    step = max(LEAST, (1 << (positions - 1).bit_length()) // 2) // 4
-    return max(LEAST, -(-positions // step) * step)
+    """The capacity of a cache for ``positions``: at most a quarter more, so that growing it rarely copies."""
+    step = max(MIN_CAPACITY, (1 << (positions - 1).bit_length()) // 2) // 4
+    return max(MIN_CAPACITY, -(-positions // step) * step)
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -43,7 +44,7 @@ def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many items two sequences have in common from the start."""
+    """The length of the common prefix of two sequences."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -56,10 +57,10 @@ class Cache:
     """Keys and values of ``rows`` sequences of up to ``capacity`` tokens each.
 
     ``keys`` and ``values`` are [layers, rows, K, C, E]. Rows 0 to count - 1 are in use; a row that leaves is replaced
-    by the last one, so that the rows in use stay contiguous and a step reads one slice. ``kernels``, where given, read
-    large pages and move what is committed.
+    by the last one, so that the rows in use stay contiguous and a step reads one slice. With ``kernels``, memory is in
+    large pages and the kernels move committed keys and values.
 
-    Raises OutOfMemoryError where memory does not suffice.
+    Raises OutOfMemoryError if memory does not suffice.
     """
 
     def __init__(
@@ -76,20 +77,20 @@ class Cache:
         needed = rows * capacity * bytes_per_token(config, dtype)
         short = f"the cache for {rows} row(s) of {capacity:,} tokens needs {needed / 2**30:.2f} GiB on {device}, "
         advice = "use fewer rows, a shorter prompt or a smaller max_new_tokens"
-        if device.type == "cpu" and needed > SMALL:  # a GPU's allocator refuses by itself, Linux ends the process
+        if device.type == "cpu" and needed > SMALL:  # a GPU's allocator raises an error, Linux ends the process
             free = free_memory()
             if free is not None and needed > free - HEADROOM:
                 raise OutOfMemoryError(f"{short}and {max(0, free) / 2**30:.2f} GiB are free; {advice}")
         try:
             self.keys, self.values = (_zeros(shape, dtype, device, kernels) for _ in range(2))
-        except (RuntimeError, OutOfMemoryError) as error:  # PyTorch's (on a GPU too), the system's
+        except (RuntimeError, OutOfMemoryError) as error:  # of PyTorch (on a GPU too), of ``zeroed``
             raise OutOfMemoryError(f"{short}more than is free; {advice}") from error
         self.config, self.rows = config, rows
         self.capacity = capacity
         self.graphs = Graphs()  # of computations that read or write these rows
         self._kernels = kernels
         self.lengths: list[int] = []
-        self.prompts: list[int] = []  # for which length each row's prompt is rotated (``Rope``)
+        self.prompts: list[int] = []  # the length for which each row's prompt is rotated (``Rope``)
         self._width = 0
         self._selections: list[tuple[int, Tensor]] = []
 
@@ -100,14 +101,14 @@ class Cache:
 
     @property
     def span(self) -> int:
-        """Positions that the longest row takes, this step's tree included."""
+        """The positions that the longest row uses, including this step's tree."""
         return max(self.lengths) + self._width
 
     # -- rows join and leave ---------------------------------------------------------------------
     def add_row(self, prompt: int = 0) -> int:
-        """Take the next free row and return its slot. Raises InputError where all are in use.
+        """Take the next free row and return its slot. Raises InputError if all are in use.
 
-        prompt  how many tokens its text begins with, before it is decoded: matters for rotations that depend on it
+        prompt  the number of prompt tokens, for rotations that depend on it
         """
         if self.count >= self.rows:
             raise InputError(f"all {self.rows} rows of the cache are in use; wait for one to finish or allocate more")
@@ -133,9 +134,9 @@ class Cache:
         self.lengths[slot], self.prompts[slot] = self.lengths[source], self.prompts[source]
 
     def fork(self, source: int, slot: int, length: int) -> None:
-        """Copy the first ``length`` tokens in ``source`` to ``slot``; neither need be in use.
+        """Copy the first ``length`` tokens in ``source`` to ``slot``; both may be unused.
 
-        The caller sets the length of ``slot`` when it takes it into use.
+        The caller sets the length of ``slot`` when it starts to use it.
         """
         if source != slot:
             self.keys[:, slot, :, :length] = self.keys[:, source, :, :length]
@@ -162,16 +163,10 @@ class Cache:
     def resized(self, rows: int, capacity: int) -> Cache:
         """A cache of another size with the rows in use, and with the contents of the slots that both caches have.
 
-        Raises OutOfMemoryError where memory does not suffice; this cache stays as it is.
+        Raises OutOfMemoryError if memory does not suffice; this cache stays as it is.
         """
-        made = Cache(
-            self.config,
-            rows=rows,
-            capacity=capacity,
-            dtype=self.keys.dtype,
-            device=self.keys.device,
-            kernels=self._kernels,
-        )
+        same: Any = {"dtype": self.keys.dtype, "device": self.keys.device, "kernels": self._kernels}
+        made = Cache(self.config, rows=rows, capacity=capacity, **same)
         slots, span = min(rows, self.rows), min(capacity, self.capacity)
         assert self.count <= rows
         made.keys[:, :slots, :, :span] = self.keys[:, :slots, :, :span]
@@ -180,7 +175,7 @@ class Cache:
         return made
 
     def unread(self, slots: slice) -> list[int]:
-        """The length of each row's prompt where some of it is still to be read, besides its last token; else 0."""
+        """The prompt length of each row that has prompt tokens to read besides the last one; 0 for other rows."""
         rows = zip(self.lengths[slots], self.prompts[slots], strict=True)
         return [prompt if length < prompt - 1 else 0 for length, prompt in rows]
 
@@ -199,7 +194,7 @@ class Cache:
         self._places: tuple[Tensor, Tensor] | None = None
 
     def place(self, index_BN: Tensor) -> None:
-        """Set where this step writes from a tensor of positions: a captured graph must not depend on lengths."""
+        """Set the positions that this step writes, as a tensor: a captured graph must not depend on ``lengths``."""
         slots = self._slots
         self._places = torch.arange(slots.start, slots.stop, device=index_BN.device)[:, None], index_BN
 
@@ -270,9 +265,9 @@ class Cache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kernels: native.Library | None) -> Tensor:
-    """Zeros, since a masked position still enters as 0 * value, which is NaN if memory holds NaN."""
+    """Zeroed memory: a masked position enters as 0 * value, which is NaN if the value is."""
     with torch.inference_mode(False):  # rows are also written outside of it
         if kernels is None:
             return torch.zeros(shape, dtype=dtype, device=device)
-        # a step touches every layer's part of a row, each on pages of its own unless the pages are large
+        # a step reads a part of every layer, each on other pages unless these are large
         return zeroed(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -1,6 +1,6 @@
 """Validation of a Hugging Face ``config.json`` before it is used, and of the resulting ModelConfig.
 
-The type and range of each field that a family honours are given here, so that messages name the field of the file.
+The types and ranges of honoured fields are checked by the file's names, so that messages name the field in the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Range(NamedTuple):
         return f"{kind} from {self.low:,} to {self.high:,}"
 
 
-# Upper limits are far above any published model; they prevent allocations for damaged configs.
+# Upper limits are far above any published model; they prevent huge allocations for damaged configs.
 _WIDTH, _HEADS, _LAYERS = _Range(1, 1 << 20), _Range(1, 1 << 14), _Range(1, 1 << 12)
 _POSITIONS = _Range(1, (1 << 31) - 1)
 _EPSILON, _SHARE = _Range(1e-30, 1, whole=False), _Range(1e-6, 1, whole=False)
@@ -77,7 +77,7 @@ _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def check_fields(given: Mapping[str, Any], nullable: Collection[str]) -> None:
-    """Check the type and range of the honoured fields that a file has. Raises ModelError."""
+    """Check types and ranges of the honoured fields in a file. Raises ModelError."""
     for key, value in given.items():
         if value is None:
             if key not in nullable:
@@ -103,13 +103,13 @@ def _wanted(key: str) -> str:
 
 
 def check_share(key: str, value: Any) -> None:
-    """Check the share of a head's channels that are rotated. Raises ModelError."""
+    """Check the share of a head's channels that is rotated. Raises ModelError."""
     if not _SHARE.holds(value):
         raise _wrong(key, value, str(_SHARE))
 
 
 def check_rope_fields(record: Mapping[str, Any], key: str) -> None:
-    """Check the type and range of the parameters of a rotary variant, of ``key`` in the config. Raises ModelError."""
+    """Check types and ranges of a rotary variant's parameters, the config's ``key``. Raises ModelError."""
     for name, value in record.items():
         where = f"{key}.{name}"
         if isinstance(value, dict):
@@ -132,7 +132,7 @@ def check_rope_fields(record: Mapping[str, Any], key: str) -> None:
 
 
 def layer_kinds(kinds: list[Any] | None, layers: int) -> list[str] | None:
-    """``layer_types`` of a config by transformers' present names; None where it lists none. Raises ModelError."""
+    """The ``layer_types`` of a config by transformers' current names; None if it has none. Raises ModelError."""
     if kinds is None:
         return None
     present = ["full_attention" if kind == "attention" else kind for kind in kinds]

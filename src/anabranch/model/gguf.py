@@ -1,13 +1,13 @@
 """Read GGUF files as Hugging Face checkpoints: config, tensors under Hugging Face names, tokenizer.
 
-    contents = read_gguf("model.gguf")                           # of a split file any part
+    contents = read_gguf("model.gguf")                           # or any part of a split file
     contents.config["model_type"]                                # "llama"
     contents.tensors["model.layers.0.self_attn.q_proj.weight"]   # dequantised on access
     contents.tokenizer("12345")
 
 llama.cpp's converter does more than rename tensors: it reorders or shifts some of them, which is undone here (rotary
-rows of Llama, the ``+ 1`` of Gemma's norms, the transposes of GPT-2). What llama.cpp would compute and is not supported
-raises an error, since ignoring it would silently change the output; other tensors are named in one warning.
+rows of Llama, the ``+ 1`` of Gemma's norms, the transposes of GPT-2). Tensors that llama.cpp would use and that are not
+supported raise an error, since ignoring them would silently change the output; others are named in one warning.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gguf import TENSOR_NAMES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
 from anabranch.errors import FileError, ModelError, ModelWarning
+from anabranch.model.families import FAMILIES
 from anabranch.model.gguf_config import ATTENTION, MLP, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
 from anabranch.support.log import warn
@@ -34,79 +35,54 @@ __all__ = ["GGUFContents", "GGUFTensors", "read_gguf", "unpermute_rotary"]
 
 Metadata = Mapping[str, Any]
 
-# Names of the modules inside one block.
-_GATED_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# The GGUF names of the modules that make up each part of our blocks; _FUSED where a family has one module for them.
+_LEAVES = {
+    "norm_in": ("attn_norm",), "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_output",),
+    "q_norm": ("attn_q_norm",), "k_norm": ("attn_k_norm",), "norm_after_attention": ("post_attention_norm",),
+    "norm_mlp": ("ffn_norm",), "mlp.up": ("ffn_gate", "ffn_up"), "mlp.down": ("ffn_down",),
+    "norm_after_mlp": ("post_ffw_norm",),
+}  # fmt: skip
+_FUSED = {"qkv": ("attn_qkv",), "mlp.up": ("ffn_up",)}
+# The modules that may have a bias, of each architecture.
+_BIASED: dict[str, frozenset[str]] = {
+    "llama": ATTENTION | MLP,
+    "qwen2": ATTENTION - {"attn_output"},
+    "qwen3": ATTENTION,
+    "phi3": frozenset(),
+    "gemma2": ATTENTION,
+    "gpt2": frozenset({"attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"}),
 }
-_GATED_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True)
-class _Family:
-    """How llama.cpp stores one architecture: names, the modules that may have a bias, and changes to undo."""
+class _Names:
+    """The Hugging Face names of an architecture's modules by their GGUF names: in layer ``layers``.N, and outside.
 
-    block: dict[str, str]
-    ends: dict[str, str]
+    ``transposed`` weights are stored as in ``nn.Linear`` by GGUF, and transposed by Hugging Face.
+    """
+
+    layers: str
+    block: Mapping[str, str]
+    ends: Mapping[str, str]
     biased: frozenset[str]
-    layer_prefix: str = "model.layers"
-    rotary_rows_interleaved: bool = False
-    norms_plus_one: bool = False
-    transposed: frozenset[str] = frozenset()
+    transposed: frozenset[str]
 
 
-_FAMILIES: dict[str, _Family] = {
-    "llama": _Family(_GATED_BLOCK, _GATED_ENDS, ATTENTION | MLP, rotary_rows_interleaved=True),
-    "qwen2": _Family(_GATED_BLOCK, _GATED_ENDS, ATTENTION - {"attn_output"}),
-    "qwen3": _Family(
-        _GATED_BLOCK | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}, _GATED_ENDS, ATTENTION
-    ),
-    "phi3": _Family(
-        {k: v for k, v in _GATED_BLOCK.items() if k not in {"attn_q", "attn_k", "attn_v", "ffn_gate"}}
-        | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        _GATED_ENDS,
-        frozenset(),
-    ),
-    "gemma2": _Family(
-        _GATED_BLOCK
-        | {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-        _GATED_ENDS,
-        ATTENTION,
-        norms_plus_one=True,
-    ),
-    "gpt2": _Family(
-        {
-            "attn_norm": "ln_1",
-            "attn_qkv": "attn.c_attn",
-            "attn_output": "attn.c_proj",
-            "ffn_norm": "ln_2",
-            "ffn_up": "mlp.c_fc",
-            "ffn_down": "mlp.c_proj",
-        },
-        {
-            "token_embd": "transformer.wte",
-            "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-        },
-        frozenset({"attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"}),
-        layer_prefix="transformer.h",
-        transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
-    ),
-}
+def _names_of(architecture: str) -> _Names:
+    family = FAMILIES[architecture]
+    block: dict[str, str] = {}
+    transposed: set[str] = set()
+    for part, modules in family.block.items():
+        leaves = _LEAVES[part] if len(modules) == len(_LEAVES[part]) else _FUSED[part]
+        block |= dict(zip(leaves, modules, strict=True))
+        transposed |= set(leaves) if family.layouts.get(part) == "transposed" else set()
+    outer = family.prefixes[0]
+    ends = {"token_embd": outer + family.embedding, "output_norm": outer + family.norm, "output": family.heads[0]}
+    ends |= {"position_embd": outer + family.positions} if family.positions else {}
+    return _Names(outer + family.layers, block, ends, _BIASED[architecture], frozenset(transposed))
 
-# Tables of rotary frequencies, which are part of the config, and one that llama.cpp does not use.
+
+# Tables of rotary frequencies: those that belong to the config, and one that llama.cpp does not use.
 _ROPE_TABLES = re.compile(r"rope_(freqs|factors_short|factors_long)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _END_NAME = re.compile(r"(\w+)\.(weight|bias)")
@@ -122,7 +98,7 @@ _FLOATS = {
 class GGUFContents(NamedTuple):
     """A GGUF file in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer.
 
-    ``dtype`` is that of the file: float32, float16 or bfloat16 if most weights are stored in it, else bfloat16.
+    ``dtype`` is the file's: float32, float16 or bfloat16 if most weights are stored in it, else bfloat16.
     """
 
     config: dict[str, Any]
@@ -153,7 +129,7 @@ class GGUFTensors(Mapping[str, torch.Tensor]):
 def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFContents:
     """Open a GGUF file, or all parts of a split one.
 
-    Tensors are dequantised to float32 and rounded once to ``dtype``; None: that of the file.
+    Tensors are dequantised to float32 and rounded once to ``dtype``; None: the dtype of the file.
 
     Raises:
         FileError: the file or a part of it is missing, truncated or malformed.
@@ -277,24 +253,24 @@ def _loaders(
     Raises FileError if a block is missing, ModelError for a tensor that llama.cpp would use in another way.
     """
     architecture, layers = config["model_type"], int(config.get("num_hidden_layers", config.get("n_layer", 0)))
-    family = _FAMILIES[architecture]
+    names = _names_of(architecture)
     loaders: dict[str, Callable[[], torch.Tensor]] = {}
     blocks: set[int] = set()
     unused: list[str] = []
     for name, tensor in stored.items():
+        block, leaf, kind, module = 0, name, "", None
         if match := _BLOCK_NAME.fullmatch(name):
             block, leaf, kind = int(match[1]), match[2], match[3]
             blocks.add(block)
-            prefix, target = f"{family.layer_prefix}.{block}.", family.block.get(leaf)
+            module = f"{names.layers}.{block}.{names.block[leaf]}" if leaf in names.block else None
         elif match := _END_NAME.fullmatch(name):
             leaf, kind = match[1], match[2]
-            block, prefix, target = 0, "", family.ends.get(leaf)
-        else:
-            block, leaf, kind, prefix, target = 0, name, "", "", None
+            module = names.ends.get(leaf)
         if _ROPE_TABLES.fullmatch(name) and architecture != "gpt2":
             continue
-        if block < layers and target is not None and (kind == "weight" or leaf in family.biased):
-            loaders[f"{prefix}{target}.{kind}"] = _loader(tensor, family, config, leaf=leaf, kind=kind, path=path)
+        if block < layers and module is not None and (kind == "weight" or leaf in names.biased):
+            transposed = kind == "weight" and leaf in names.transposed
+            loaders[f"{module}.{kind}"] = partial(_load, tensor, config, path, leaf=leaf, transposed=transposed)
         elif block < layers and _known_tensors().fullmatch(name):
             raise ModelError(
                 f"{path} has the tensor {name}, and {architecture} models with it are not supported; use the model's "
@@ -302,9 +278,9 @@ def _loaders(
             )
         else:
             unused.append(name)
-    if not blocks.issuperset(range(layers)) or f"{family.ends['token_embd']}.weight" not in loaders:
+    if not blocks.issuperset(range(layers)) or f"{names.ends['token_embd']}.weight" not in loaders:
         raise FileError(f"{path} should contain {layers} blocks but has {len(blocks)}; fetch it again")
-    return _without_bias(family, config, stored, layers) | loaders, unused
+    return _without_bias(names, config, stored, layers) | loaders, unused
 
 
 @cache
@@ -315,46 +291,38 @@ def _known_tensors() -> re.Pattern[str]:
 
 
 def _without_bias(
-    family: _Family, config: Mapping[str, Any], stored: Mapping[str, Any], layers: int
+    names: _Names, config: Mapping[str, Any], stored: Mapping[str, Any], layers: int
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Biases of zeros for modules that have none in the file: transformers' models have all of a kind or none."""
+    """Biases of zeros where the file has none: in transformers, all modules of a kind have a bias or none."""
     leaves = {
         *(ATTENTION if config.get("attention_bias") else ()),
         *(MLP if config.get("mlp_bias") else ()),
-        *(family.biased if config["model_type"] == "qwen2" else ()),
+        *(names.biased if config["model_type"] == "qwen2" else ()),
     }
     zeros: dict[str, Callable[[], torch.Tensor]] = {}
     for block in range(layers):
         for leaf in sorted(leaves):
             if (weight := stored.get(f"blk.{block}.{leaf}.weight")) is not None:
-                name = f"{family.layer_prefix}.{block}.{family.block[leaf]}.bias"
+                name = f"{names.layers}.{block}.{names.block[leaf]}.bias"
                 zeros[name] = partial(torch.zeros, int(weight.shape[-1]))
     return zeros
 
 
-def _loader(
-    tensor: Any, family: _Family, config: Mapping[str, Any], *, leaf: str, kind: str, path: Path
-) -> Callable[[], torch.Tensor]:
-    """A function that dequantises one tensor to float32 and undoes the changes of llama.cpp's converter."""
-
-    def load() -> torch.Tensor:
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            kind_name = getattr(tensor.tensor_type, "name", tensor.tensor_type)
-            raise ModelError(
-                f"{path} stores {tensor.name} as {kind_name}, which cannot be dequantised; use a file in another format"
-            ) from error
-        if family.rotary_rows_interleaved and leaf in {"attn_q", "attn_k"}:
-            heads = int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
-            if heads < 1 or values.shape[0] % (2 * heads):
-                raise FileError(f"{path} has {values.shape[0]} rows in {tensor.name} for {heads} heads; fetch it again")
-            values = unpermute_rotary(values, heads)
-        if family.norms_plus_one and leaf.endswith("norm"):
-            values = values - np.float32(1)
-        if kind == "weight" and leaf in family.transposed:
-            values = values.T
-        # a copy, since the file is mapped read-only and may be replaced while the model is in use
-        return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
-
-    return load
+def _load(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str, transposed: bool) -> torch.Tensor:
+    """Dequantise one tensor to float32, and undo the changes of llama.cpp's converter."""
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        kind = getattr(tensor.tensor_type, "name", tensor.tensor_type)
+        raise ModelError(
+            f"{path} stores {tensor.name} as {kind}, which cannot be dequantised; use a file in another format"
+        ) from error
+    if config["model_type"] == "llama" and leaf in {"attn_q", "attn_k"}:
+        heads = int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
+        if heads < 1 or values.shape[0] % (2 * heads):
+            raise FileError(f"{path} has {values.shape[0]} rows in {tensor.name} for {heads} heads; fetch it again")
+        values = unpermute_rotary(values, heads)
+    if config["model_type"] == "gemma2" and leaf.endswith("norm"):
+        values = values - np.float32(1)
+    # a copy, since the file is mapped read-only and may be replaced while the model is in use
+    return torch.from_numpy(np.array(values.T if transposed else values, dtype=np.float32, order="C"))

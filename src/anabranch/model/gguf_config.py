@@ -1,7 +1,7 @@
 """The metadata of a GGUF file as a Hugging Face ``config.json`` record.
 
-Every key of an architecture is honoured, or has no effect on decoding, or is refused by name where it would change the
-output (the three tables below). The meaning of a key is llama.cpp's, or transformers' where llama.cpp does not read it.
+Every key of an architecture is honoured, has no effect on decoding, or is refused if its value would change the output
+(the three tables below). Keys mean what they mean in llama.cpp, or in transformers if llama.cpp does not read them.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ HONOURED: dict[str, frozenset[str]] = {
     },
     "gpt2": _SHAPE | {"attention.layer_norm_epsilon"},
 }
-# how the model was trained, and how embeddings of texts are made of it
+# facts about training and text embeddings
 _IGNORED = frozenset({"rope.scaling.finetuned", "pooling_type"})
-# Values with which a key that is not honoured changes nothing; with others, and without a place here, it is refused.
+# Values with which keys that are not honoured have no effect; with others, and if not listed here, they are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -102,7 +102,7 @@ class _Keys:
     metadata: Metadata
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key that is honoured. Raises ModelError if the layers differ in it."""
+        """The value of an honoured key. Raises ModelError if the layers differ in it."""
         assert key in HONOURED[self.architecture], key
         value = self.value(key)
         if isinstance(value, list):
@@ -110,20 +110,20 @@ class _Keys:
         return default if value is None else value
 
     def need(self, key: str) -> Any:
-        """The same for a key that every file has. Raises KeyError."""
+        """The value of an honoured key that every file has. Raises KeyError."""
         if (value := self.get(key)) is None:
             raise KeyError(f"{self.architecture}.{key}")
         return value
 
     def value(self, key: str) -> Any:
-        """The value of any key; of a list with one entry per layer the entry, if all are equal."""
+        """The value of any key; for a list with one entry per layer the entry, if all are equal."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         if not isinstance(value, list):
             return value
         return value[0] if value and all(entry == value[0] for entry in value) else value
 
     def factor_key(self) -> str:
-        """Which of the two keys for the factor that stretches positions counts."""
+        """The key of the factor that stretches positions, which has two names."""
         return "rope.scaling.factor" if self.value("rope.scaling.factor") is not None else "rope.scale_linear"
 
     def refuse(self, key: str, why: str = "which is not supported") -> NoReturn:
@@ -213,7 +213,7 @@ def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
         "rope_parameters": rope,
     }
     if keys.architecture in {"llama", "qwen3", "gemma2"}:
-        # whether a model has biases is visible only in its tensors; Qwen2 always has those of q, k and v
+        # only the tensors show which biases a model has; Qwen2 always has those of q, k and v
         biased = {match[1] for name in stored if (match := re.fullmatch(r"blk\.\d+\.(\w+)\.bias", name))}
         config["attention_bias"] = bool(biased & ATTENTION)
         if keys.architecture == "llama":
@@ -228,7 +228,7 @@ def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
 
 
 def _head_dim(keys: _Keys, stored: Mapping[str, Any], heads: int, kv_heads: int, *, usual: int) -> int:
-    """The width of a head, which keys and values share. Raises ModelError where they do not, or the tensors differ."""
+    """The width of a head, which keys and values share. Raises ModelError if they or the tensors differ."""
     fused, head_dim = stored.get("blk.0.attn_qkv.weight"), None
     for key, leaf in (("attention.key_length", "attn_k"), ("attention.value_length", "attn_v")):
         if (width := keys.get(key)) is None:
@@ -244,7 +244,7 @@ def _head_dim(keys: _Keys, stored: Mapping[str, Any], heads: int, kv_heads: int,
 def _gemma2(keys: _Keys, *, hidden: int, heads: int, head_dim: int, layers: int) -> Config:
     if (window := keys.get("attention.sliding_window", 4096)) == 0:
         keys.refuse("attention.sliding_window")
-    # for each layer whether it slides; or the size of groups of layers, of which the last attends to everything
+    # a flag for each layer, or the size of groups of layers whose last one has full attention
     pattern = keys.metadata.get("gemma2.attention.sliding_window_pattern", 2)
     if isinstance(pattern, list):
         slides = [bool(slide) for slide in pattern]
@@ -321,7 +321,7 @@ def _tabulated(
     attention: float,
     rotated: int,
 ) -> Config:
-    """Frequencies that are divided by a table: one for all lengths, or one for short and one for long texts."""
+    """The parameters of frequencies divided by a table: one for all lengths, or one each for short and long texts."""
     name = next(name for name, table in tables.items() if table is not None)
     divisors, short, long = tables.values()
     longrope = keys.architecture == "phi3" or (keys.architecture == "llama" and kind == "longrope")
@@ -355,7 +355,7 @@ def _tabulated(
 
 
 def _llama3(divisors: np.ndarray[Any, Any], theta: float, head_dim: int) -> Config | None:
-    """Llama 3's ``rope_parameters`` if its divisors (E/2,) are these; a GGUF file stores no more."""
+    """Llama 3's ``rope_parameters`` if these are its divisors (E/2,), which are all that a GGUF file stores."""
     factor, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
@@ -374,7 +374,7 @@ def _llama3(divisors: np.ndarray[Any, Any], theta: float, head_dim: int) -> Conf
 
 # -- the keys that are not honoured ------------------------------------------------------------------
 def _check_others(keys: _Keys, config: Config) -> None:
-    """Raise ModelError for a key whose value would change what the model computes, or whose meaning is not known."""
+    """Raise ModelError for a key that is unknown or whose value would change the output."""
     neutral = _NEUTRAL | _neutral_here(keys, config)
     known: Set[str] = HONOURED[keys.architecture] | _IGNORED
     prefix = f"{keys.architecture}."

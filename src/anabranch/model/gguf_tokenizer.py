@@ -22,8 +22,8 @@ __all__ = ["build_tokenizer", "end_tokens", "unused_keys"]
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
-# Keys with tokens that end a text, and tokens that do so in every file that has them: as in llama.cpp. The second
-# group are also ordinary text, so that they count only as control tokens.
+# Keys of end tokens, and the texts of tokens that end a text in every file, as in llama.cpp. Those of the second group
+# are also ordinary text, so they end a text only if they are control tokens.
 _END_KEYS = (
     *("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id"),
     *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
@@ -34,7 +34,7 @@ _ENDS = {
 }
 _CONTROL_ENDS = {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
 
-# The keys below tokenizer.ggml: read; without effect on decoding; and refused unless they are off.
+# The keys below tokenizer.ggml: supported; without effect on decoding; and refused unless they are off.
 _READ = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", *_END_KEYS),
     *("bos_token_id", "unknown_token_id", "padding_token_id", "add_bos_token", "add_eos_token", "add_space_prefix"),
@@ -55,7 +55,7 @@ _LLAMA3_SPLIT = (
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# Values of tokenizer.ggml.pre by how they split text before the merges.
+# Values of tokenizer.ggml.pre, grouped by pre-tokenisation.
 _GPT2_NAMES = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
 _DIGITS_NAMES = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
 _LLAMA3_NAMES = {"llama3", "llama-v3", "llama-bpe", "falcon3"}
@@ -98,7 +98,7 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text or a turn, without repeats: those that the file names, and those known by their text.
+    """The tokens that end a text or a turn: those that the file names, and those known by their text.
 
     The first is the file's end of text.
     """
@@ -113,7 +113,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def unused_keys(metadata: Mapping[str, Any]) -> Iterable[str]:
-    """The keys of a file that ask for something which is not done here, and which does not change the model."""
+    """The keys of a file that are not supported and do not change the model."""
     for key in metadata:
         name = key.removeprefix("tokenizer.ggml.")
         if key.startswith("general.sampling.") or (name != key and name not in {*_READ, *_ROLES, *_OFF}):
@@ -129,7 +129,7 @@ def _refused(path: Path, metadata: Mapping[str, Any], key: str) -> ModelError:
 
 
 def _set_prefix_space(tokenizer: Any, wanted: bool | None) -> None:
-    """Put a space before a text or not; transformers (5.24) decides that by the architecture, not by the file."""
+    """Put a space before a text or not, as the file says; transformers (5.24) decides by the architecture."""
     if wanted is None or tokenizer.tokenize("a")[0].startswith("▁") == wanted:
         return
     backend, parts = tokenizer.backend_tokenizer, [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

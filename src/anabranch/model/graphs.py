@@ -1,15 +1,15 @@
 """CUDA graphs: computations of fixed shapes, captured once and replayed.
 
-A GPU runs the operations of a pass over a few tokens faster than Python can launch them. A CUDA graph launches them all
-at once, the same operations on the same memory. So everything that changes from step to step must lie in tensors at
-fixed addresses, and shapes must come from a short list: trees are padded to ``width_bucket``, and ``span_bucket``
-positions of a cache are read. Nothing that is captured may read a number back to the host.
+A GPU runs the operations of a pass over a few tokens faster than Python can launch them; a CUDA graph launches all of
+them at once, on the same memory. So inputs that change from step to step must lie in tensors at fixed addresses, and
+shapes must come from a short list: trees are padded to ``width_bucket``, and ``span_bucket`` positions of a cache are
+read. A captured computation must not read values back to the host.
 
     compute(*inputs) -> outputs      reads and writes tensors only (a cache besides its inputs)
     Graphs.run(key, ...)             computes the first time, captures the second, replays from then on
 
-A call that is never repeated is thus never captured. If capturing fails, or a replay differs from what was computed, a
-warning says so and everything runs without graphs.
+A call that is never repeated is therefore never captured. If capturing fails, or a replay differs from the eager
+result, a warning is issued and everything runs without graphs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = 2e-2  # of the largest value: a graph may use another product kernel
 Outputs: TypeAlias = "tuple[Tensor, ...]"
 Compute: TypeAlias = "Callable[..., Outputs]"
 Capture: TypeAlias = "Callable[[Compute, tuple[Tensor, ...]], tuple[Callable[[], None], Outputs]]"
-"""Captures ``compute`` over inputs at fixed addresses: returns what replays it, and the outputs that it then writes."""
+"""Captures ``compute`` over inputs at fixed addresses; returns a function that replays it, and its outputs."""
 
 
 def width_bucket(nodes: int, rows: int) -> int | None:
@@ -43,13 +43,13 @@ def width_bucket(nodes: int, rows: int) -> int | None:
 
 
 def span_bucket(span: int, capacity: int) -> int:
-    """The positions of a cache that are read where ``span`` are in use: at most a quarter more, or SPAN."""
+    """The number of cache positions to read when ``span`` are in use: at most a quarter more, or SPAN."""
     step = max(SPAN, 1 << max(span.bit_length() - 3, 0))
     return min(-(-span // step) * step, capacity)
 
 
 def capture_for(device: torch.device) -> Capture | None:
-    """How computations are captured on ``device``; None where there are no graphs."""
+    """The capture for a device; None if it has no graphs."""
     return CudaCapture(device) if device.type == "cuda" else None
 
 
@@ -90,7 +90,7 @@ class CudaCapture:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured graph. ``held`` is what it reads besides its inputs, and must live as long as it does."""
+    """A captured graph. ``held`` keeps everything else alive that it reads."""
 
     inputs: tuple[Tensor, ...]
     replay: Callable[[], None]
@@ -152,7 +152,7 @@ class Graphs:
             for output in outputs:
                 output.zero_()  # so that a graph that does nothing is noticed
             replay()
-            wrong = any(_differ(found, wanted) for found, wanted in zip(outputs, expected, strict=True))
+            wrong = any(_differ(output, wanted) for output, wanted in zip(outputs, expected, strict=True))
             why = "a replay differs from what was computed" if wrong else ""
         except (RuntimeError, torch.OutOfMemoryError) as error:
             why = str(error).split("\n")[0]
@@ -163,8 +163,8 @@ class Graphs:
         return None
 
 
-def _differ(found: Tensor, wanted: Tensor) -> bool:
-    if not found.is_floating_point():
+def _differ(output: Tensor, wanted: Tensor) -> bool:
+    if not output.is_floating_point():
         return False  # choices among equals may differ
     largest = float(wanted.float().nan_to_num(posinf=0.0, neginf=0.0).abs().max())
-    return not torch.allclose(found.float(), wanted.float(), rtol=0.0, atol=TOLERANCE * largest)
+    return not torch.allclose(output.float(), wanted.float(), rtol=0.0, atol=TOLERANCE * largest)

@@ -1,6 +1,6 @@
-"""What a forward pass is given: the nodes of every row, and how they hang together.
+"""Inputs of a forward pass: the tokens and the parents of the nodes of every row.
 
-A pass verifies trees; a chain or a stretch of a prompt is a tree without branches.
+A pass verifies trees; a chain or a chunk of a prompt is a tree without branches.
 
 B rows of the batch, M nodes of all rows, N nodes of the widest row.
 """
@@ -21,7 +21,7 @@ __all__ = ["Inputs", "starts_of"]
 
 
 def starts_of(counts_B: Sequence[int]) -> list[int]:
-    """The index of each row's first node, where the nodes of all rows share one axis and a row has so many."""
+    """The index of each row's first node on the axis that the nodes of all rows share, from the rows' node counts."""
     return list(accumulate(counts_B, initial=0))[:-1]
 
 
@@ -33,8 +33,8 @@ class Inputs:
     takes no part in the pass. Where all rows must have one width, they are padded at the end to [B, N]; a padding node
     sees only itself, and no other node sees it.
 
-    prefill_B  how many of each row's first nodes, a chain, are the end of its prompt: only their keys and values are
-               computed, and the pass returns nothing for them. Empty: none
+    prefill_B  the number of each row's leading nodes that are prompt tokens, a chain: only their keys and values are
+               computed, and the result of the pass is without them; empty: none
     """
 
     tokens_M: NDArray[np.int64]
@@ -43,37 +43,32 @@ class Inputs:
     prefill_B: Sequence[int] = ()
 
     @staticmethod
-    def of_trees(trees: Sequence[DraftTree], prefill: Sequence[Sequence[int]] = ()) -> Inputs:
-        """The draft trees of one step, one for each row; ``prefill``: prompt tokens of each, a chain above its tree."""
-        if any(prefill):
-            pairs = list(zip(prefill, trees, strict=True))
-            tokens_of = [part for before, tree in pairs for part in (np.array(before, np.int64), tree.tokens)]
-            parents_of = [
-                part for before, tree in pairs for part in (np.arange(-1, len(before) - 1), tree.parents + len(before))
-            ]
-            counts = [len(before) + tree.size for before, tree in pairs]
-            return Inputs(np.concatenate(tokens_of), np.concatenate(parents_of), counts, list(map(len, prefill)))
-        if len(trees) == 1:
+    def of_trees(trees: Sequence[DraftTree], prompts: Sequence[Sequence[int]] = ()) -> Inputs:
+        """The draft trees of one step, one for each row, each below a chain of prompt tokens if ``prompts`` has any."""
+        if len(trees) == 1 and not any(prompts):
             return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
-        tokens, parents = (
-            np.concatenate(x) for x in zip(*((tree.tokens, tree.parents) for tree in trees), strict=True)
-        )
-        return Inputs(tokens, parents, [tree.size for tree in trees])
+        tokens, parents = [tree.tokens for tree in trees], [tree.parents for tree in trees]
+        counts, prefill = [tree.size for tree in trees], [len(prompt) for prompt in prompts]
+        if any(prefill):
+            tokens = [np.concatenate((np.array(p, np.int64), t)) for p, t in zip(prompts, tokens, strict=True)]
+            parents = [np.concatenate((np.arange(-1, n - 1), p + n)) for n, p in zip(prefill, parents, strict=True)]
+            counts = [n + count for n, count in zip(prefill, counts, strict=True)]
+        return Inputs(np.concatenate(tokens), np.concatenate(parents), counts, prefill if any(prefill) else ())
 
     @staticmethod
     def of_chains(tokens_BN: NDArray[np.int64]) -> Inputs:
-        """Stretches of text of equal length [B, N], a chain for each row."""
+        """Pieces of text of equal length [B, N], a chain for each row."""
         rows, width = tokens_BN.shape
         return Inputs(tokens_BN.reshape(-1), np.tile(np.arange(-1, width - 1), rows), (width,) * rows)
 
     @staticmethod
     def of_prompt(tokens: Sequence[int]) -> Inputs:
-        """A stretch of one prompt: one row, a chain."""
+        """A chunk of one prompt: one row, a chain."""
         return Inputs.of_chains(np.asarray([tokens], np.int64))
 
     @property
     def returned_B(self) -> Sequence[int]:
-        """The number of each row's nodes for which the pass returns something: all but ``prefill_B``."""
+        """The number of each row's nodes in the result of the pass: all but ``prefill_B``."""
         if not self.prefill_B:
             return self.counts_B
         return [count - prefill for count, prefill in zip(self.counts_B, self.prefill_B, strict=True)]
@@ -90,7 +85,7 @@ class Inputs:
 
     @property
     def alike(self) -> bool:
-        """Whether all rows have the same number of nodes."""
+        """True if all rows have the same number of nodes."""
         return min(self.counts_B) == self.width
 
     def _padded(self, values_M: NDArray[np.int64], padding: int) -> NDArray[np.int64]:

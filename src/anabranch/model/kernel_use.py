@@ -1,4 +1,4 @@
-"""Which kernels decode a target, and why the native ones cannot where they cannot."""
+"""The kernels that decode a target, and the reason if they are not the fastest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["KernelUse", "kernels_of", "native_for", "near_ties", "warn_about_ker
 
 @dataclass(frozen=True)
 class KernelUse:
-    """Which kernels decode a target: ``name`` is "torch" or one of ``build.INSTRUCTION_SETS``.
+    """The kernels that decode a target: ``name`` is "torch" or one of ``build.INSTRUCTION_SETS``.
 
-    why         why no faster ones do; empty where these are the fastest that this processor can run
-    advice      what the user can do about it; empty if nothing
-    accepted    no warning is due: the user asked for these kernels, or this machine can run no faster ones
+    why         why faster ones do not; empty if these are the fastest on this processor
+    advice      a remedy for the user; empty if there is none
+    accepted    no warning is needed: the user chose these kernels, or this machine cannot run faster ones
     """
 
     name: str
@@ -31,11 +31,11 @@ class KernelUse:
     accepted: bool = False
 
 
-_warned: set[str] = set()  # the reasons that ``warn_about_kernels`` already gave
+_warned: set[str] = set()  # reasons that ``warn_about_kernels`` has given
 
 
 def kernels_of(target: Decoder) -> KernelUse:
-    """The kernels that decode a packed target, and why no faster ones do."""
+    """The kernels that decode a packed target."""
     kernels = target.backend.kernels
     name = "torch" if kernels is None else kernels.instruction_set
     lacking = _lacking(target) if kernels is None else native.shortfall()
@@ -52,7 +52,7 @@ def kernels_of(target: Decoder) -> KernelUse:
 
 
 def near_ties(target: Decoder) -> str:
-    """Why drafts may change which of two nearly equal tokens is chosen; empty where the output is equal to the bit."""
+    """The reason why drafts may change the choice between nearly equal tokens; empty if outputs are bit-identical."""
     if target.dtype == torch.float32:
         return ""
     use = kernels_of(target)
@@ -67,9 +67,9 @@ def near_ties(target: Decoder) -> str:
 
 
 def warn_about_kernels(target: Decoder, *, stacklevel: int = 2) -> None:
-    """Issue a PerformanceWarning where a packed target is decoded by slower kernels than the machine could run.
+    """Issue a PerformanceWarning if a packed target is decoded by slower kernels than the machine could run.
 
-    Warns once per reason and process; not where the user chose the kernels, nor on a GPU.
+    Warns once per reason and process; not if the user chose the kernels, nor on a GPU.
     """
     use = kernels_of(target)
     if not use.why or use.accepted or use.why in _warned:
@@ -81,13 +81,13 @@ def warn_about_kernels(target: Decoder, *, stacklevel: int = 2) -> None:
 
 
 def why_not_native(target: Decoder) -> str:
-    """Why the native kernels cannot run this target; empty where they can."""
+    """The reason why the native kernels cannot run this target; empty if they can."""
     lacking = _lacking(target)
     return "" if lacking is None else lacking.why
 
 
 def _lacking(target: Decoder) -> Shortfall | None:
-    """What keeps the native kernels from running this target: the target itself, else the machine."""
+    """The reason why the native kernels cannot run this target: the target itself, else the machine."""
     c = target.config
     if target.device.type != "cpu":
         return Shortfall(f"the native kernels are for CPUs, not {target.device.type}", accepted=True)
@@ -119,5 +119,5 @@ def _lacking(target: Decoder) -> Shortfall | None:
 
 
 def native_for(target: Decoder) -> bool:
-    """Whether the native kernels can run this target."""
+    """True if the native kernels can run this target."""
     return not why_not_native(target)

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from anabranch.errors import DeviceError, FetchError, FileError, InputError
 from anabranch.model.check import token_ids
-from anabranch.model.config import ModelConfig
+from anabranch.model.config import ModelConfig, needed
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.generation_config import GenerationDefaults, read_defaults
 from anabranch.model.lora import WithLora
-from anabranch.model.needs import needed
 from anabranch.model.peft import read_lora, read_settings
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
 from anabranch.model.text import foreign_errors
@@ -45,7 +44,7 @@ __all__ = [
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# The files of a target; pickled copies and other frameworks' weights are not downloaded.
+# Pickled copies and other frameworks' weights are not downloaded.
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _AGAIN = "fetch or copy it again"
 # Tokenizer classes that can be loaded without looking at the model.
@@ -55,16 +54,16 @@ _tokenizers: WeakKeyDictionary[Decoder, Any] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded model, whose output is reproduced.
+    """A loaded model, whose output decoding reproduces.
 
     decoder      frozen and in eval mode
     tokenizer    the transformers tokenizer
     path         the folder or file that it was loaded from
-    fingerprint  the identity of the stored weights, before ``quantize`` (see ``weights.fingerprint``); that of the
-                 merged weights, if a LoRA was merged into them
-    lora         the folder of that LoRA
+    fingerprint  the identity of the stored weights with the LoRA merged into them, if there is one, before ``quantize``
+                 (``weights.fingerprint``)
+    lora         the folder of the merged LoRA
     generation   the defaults of its generation config
-    needs        the method whose adapter is part of the model (``model.needs``); empty: none
+    needs        the method whose adapter is part of the model (``model.config``); empty: none
     """
 
     decoder: Decoder
@@ -96,8 +95,8 @@ def load_target(
     """Load a target by name: ``default``, a folder, a ``.gguf`` file, or a hub id (at ``revision``).
 
     ``dtype`` is auto (as stored), float32, bfloat16 or float16; ``device`` is auto (cuda if available), cpu, cuda or
-    cuda:N; ``quantize`` is none, int8 or int4 (see ``model.quantize``), where the quantised model is the target.
-    ``lora`` is a folder in PEFT's format that is merged into the weights first.
+    cuda:N; ``quantize`` is none, int8 or int4 (``model.quantize``): the quantised model is then the target. ``lora`` is
+    a folder in PEFT's format that is merged into the weights first.
     """
     kind = check_quantization(quantize)
     wanted, place = resolve_dtype(dtype), resolve_device(device)
@@ -128,7 +127,7 @@ def load_target(
         needs = needs or read_settings(lora).needs
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
     quantize_decoder(decoder, kind)
-    # the tokenizer last, so that errors in the config or the weights do not wait a second for transformers
+    # the tokenizer last, so that errors in the config or the weights come before the second that transformers takes
     tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
     tokenizer.model_max_length = sys.maxsize  # no warning from transformers: the engine checks lengths
     config = replace(decoder.config, eos_token_ids=_eos(ends, tokenizer))
@@ -139,17 +138,17 @@ def load_target(
 
 
 def base_name(target: Target) -> str:
-    """The model's name for files that are shared: of a folder or file its last part, so that no path is stored."""
+    """The model's name for shared files: only the last part of a path, so that no path is stored."""
     return Path(target.name).name if Path(target.name).expanduser().exists() else target.name
 
 
 def name_tokenizer(decoder: Decoder, tokenizer: Any) -> None:
-    """Say which tokenizer a decoder has, for ``tokenizer_of``."""
+    """Record the tokenizer of a decoder, for ``tokenizer_of``."""
     _tokenizers[decoder] = tokenizer
 
 
 def tokenizer_of(decoder: Decoder) -> Any:
-    """The tokenizer that a decoder was loaded with; None where it is not known."""
+    """The tokenizer that a decoder was loaded with; None if it is not known."""
     return _tokenizers.get(decoder)
 
 
@@ -238,9 +237,9 @@ def _tokenizer(folder: Path) -> Any:
         return FileError(f"{folder} has no readable tokenizer ({why}); copy its tokenizer.json there again")
 
     with foreign_errors(unreadable):
-        read = _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        check_tokenizer(read)
-    return read
+        loaded = _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        check_tokenizer(loaded)
+    return loaded
 
 
 def check_tokenizer(tokenizer: Any) -> None:

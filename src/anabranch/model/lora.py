@@ -1,7 +1,7 @@
-"""Low-rank terms of a target's linear layers (LoRA, Hu et al. 2022): where they belong, and merging them into weights.
+"""Low-rank terms of a target's linear layers (LoRA, Hu et al. 2022), merged into its weights or added row by row.
 
 A term belongs to a linear module of the Hugging Face model (``model.layers.0.self_attn.q_proj``), as in PEFT's files,
-which ``peft`` reads and writes. The decoder fuses some of these modules; ``places`` says which of its rows are whose.
+which ``peft`` reads and writes. The decoder fuses some of these modules; ``places`` maps each to its rows.
 
 I inputs and O outputs of a module, r rank.
 """
@@ -9,21 +9,26 @@ I inputs and O outputs of a module, r rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.model.blocks import MLP
+from anabranch.errors import InputError
+from anabranch.model.blocks import MLP, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.families import Layout, module_rows, weight_source
+from anabranch.model.network import Network
 
 __all__ = [
     "PARTS",
     "Lora",
     "Place",
+    "RowLoras",
     "SideTerms",
     "Term",
     "WithLora",
@@ -33,8 +38,8 @@ __all__ = [
     "widths",
 ]
 
-# the linear layers of a block, by their names in the decoder
-PARTS = ("qkv", "out", "mlp.up", "mlp.down")
+PARTS = ("qkv", "out", "mlp.up", "mlp.down")  # the linear layers of a block, by their names in the decoder
+SIDES_KEPT = 32  # most recent combinations of rows whose terms are kept
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Term:
         return len(self.down_RI)
 
     def delta(self) -> Tensor:
-        """What is added to the weight [O, I], in float32; the operations and their order are PEFT's."""
+        """The change of the weight [O, I], in float32, by PEFT's operations in PEFT's order."""
         return (self.up_OR.float() @ self.down_RI.float()) * self.scale
 
     def merged(self, weight_OI: Tensor) -> Tensor:
@@ -77,7 +82,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Hugging Face linear module is in the decoder: rows of a linear layer of a block.
+    """The location of a Hugging Face linear module in the decoder: rows of a linear layer of a block.
 
     part    one of ``PARTS``
     rows    the layer's output rows [start, stop) that are the module's
@@ -113,16 +118,16 @@ def widths(config: ModelConfig, part: str) -> tuple[int, int]:
 
 def places(config: ModelConfig) -> dict[str, Place]:
     """The linear modules of all blocks by name, in the order of the layers."""
-    found: dict[str, Place] = {}
+    located: dict[str, Place] = {}
     for layer in range(config.num_layers):
         for part in PARTS:
             source, (width, rows) = weight_source(config, f"blocks.{layer}.{part}.weight"), widths(config, part)
             start = 0
             for names, count in zip(source.tensors, module_rows(config, len(source.tensors), rows), strict=True):
                 modules = tuple(name.removesuffix(".weight") for name in names)
-                found[modules[0]] = Place(layer, part, slice(start, start + count), width, modules, source.layout)
+                located[modules[0]] = Place(layer, part, slice(start, start + count), width, modules, source.layout)
                 start += count
-    return found
+    return located
 
 
 def decoder_rows(config: ModelConfig, place: Place, up_OR: Tensor) -> Tensor:
@@ -144,7 +149,7 @@ class SideTerms(ABC):
 
     @abstractmethod
     def added(self, part: str, linear: nn.Module, x: Tensor) -> Tensor:
-        """The output of a linear layer [..., O], which is one of ``PARTS``, with what is added to it."""
+        """The output [..., O] of a linear layer, one of ``PARTS``, with the side's terms added."""
 
     def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
         """The fused query, key and value projections."""
@@ -170,9 +175,9 @@ class WithLora(Mapping[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], lora: Lora, config: ModelConfig) -> None:
         self.tensors = tensors
         self._terms: dict[str, tuple[Term, Place]] = {}
-        found = places(config)
+        located = places(config)
         for module, term in lora.terms.items():
-            place = found[module]
+            place = located[module]
             self._terms.update({f"{name}.weight": (term, place) for name in place.names})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -191,3 +196,76 @@ class WithLora(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+
+# rows, down [r, I] and scaled up [O, r] of each module of a layer, by part
+LayerTerms: TypeAlias = Mapping[str, Sequence[tuple[slice, Tensor, Tensor]]]
+
+
+class RowLoras:
+    """LoRAs beside a loaded target, chosen for each row of the batch by name.
+
+    Their terms are added to the linear layers of these rows and the weights stay as they are, so one loaded target
+    serves several applications, and rows of different applications share a pass. B rows of the batch.
+    """
+
+    def __init__(self) -> None:
+        self._terms: dict[str, list[LayerTerms]] = {}
+        self._sides: dict[tuple[str | None, ...], list[RowSide]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a request may give."""
+        return tuple(self._terms)
+
+    def check(self, name: str) -> None:
+        """Raise InputError for a LoRA that was not loaded."""
+        if name not in self._terms:
+            known = f"those loaded are {', '.join(self._terms)}" if self._terms else "none was loaded (loras=)"
+            raise InputError(f"there is no LoRA {name!r}; {known}")
+
+    def add(self, name: str, lora: Lora, network: Network) -> None:
+        """Keep the terms of a LoRA in the type of a target's weights, on their device."""
+        config, known = network.config, places(network.config)
+        layers: list[dict[str, list[tuple[slice, Tensor, Tensor]]]] = [{} for _ in range(config.num_layers)]
+        for module, term in lora.terms.items():
+            place = known[module]
+            up = decoder_rows(config, place, term.up_OR) * term.scale
+            down, up = (x.to(network.device, network.dtype) for x in (term.down_RI, up))
+            layers[place.layer].setdefault(place.part, []).append((place.rows, down, up))
+        self._terms[name] = list(layers)
+        self._sides.clear()
+
+    def sides(self, names_B: Sequence[str | None]) -> list[RowSide] | None:
+        """The terms of each layer for the rows of a pass, given the name of each row's LoRA; None: no row has one."""
+        key = tuple(names_B)
+        if not any(key):
+            return None
+        if key not in self._sides:
+            rows = {name: [b for b, each in enumerate(key) if each == name] for name in dict.fromkeys(key) if name}
+            made: list[RowSide] = [
+                _RowTerms([(torch.tensor(places), self._terms[name][layer]) for name, places in rows.items()])
+                for layer in range(len(self._terms[next(iter(rows))]))
+            ]
+            while len(self._sides) >= SIDES_KEPT:
+                del self._sides[next(iter(self._sides))]
+            self._sides[key] = made
+        return self._sides[key]
+
+
+class _RowTerms(SideTerms):
+    """The terms of one layer for groups of rows of the batch."""
+
+    def __init__(self, groups: Sequence[tuple[Tensor, LayerTerms]]) -> None:
+        self.groups = groups
+
+    def added(self, part: str, linear: nn.Module, x_BRI: Tensor) -> Tensor:
+        """The layer's output, with each group's terms added to its rows."""
+        y: Tensor = linear(x_BRI)
+        for rows, terms in self.groups:
+            if part in terms:
+                rows = rows.to(y.device)
+                own = x_BRI[rows]
+                for outputs, down, up in terms[part]:
+                    y[rows, :, outputs] += F.linear(F.linear(own, down), up)
+        return y

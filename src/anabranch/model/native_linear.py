@@ -14,23 +14,67 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anabranch.model.network import Network
-from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.screen import Screen
+from anabranch.model.quantize import GROUP, QuantizedWeight
 from anabranch.native import library as native
 
-__all__ = ["HeadTable", "NativeLinear", "SelectedOutputs", "table_of"]
+__all__ = ["HeadTable", "NativeLinear", "Screen", "SelectedOutputs", "table_of"]
+
+MIN_SCREENED = 4096  # outputs from which a screen makes ``choose`` faster
+MAX_NORM = 1e12  # of a screened output: sums of larger ones may overflow
+NORM_ROUNDING = 1.001  # upper bound of a norm over its computed value
+SUM_ROUNDING = (
+    4 * 2.0**-24
+)  # of a float32 sum in any order: at most this share of both norms for each of the D products
+OUTPUTS_AT_ONCE = 256
+
+
+class Screen:
+    """An int8 copy of a weight [N, D], to choose greedy tokens exactly in half the time (``screen.h``).
+
+    bounds  of the norm of each output's error in the copy, and of the output itself in the copy [N, in whole blocks]
+    """
+
+    def __init__(self, kernels: native.Library, weight: Tensor) -> None:
+        values = torch.empty(weight.shape, dtype=torch.uint8)
+        scale, error, size = torch.empty(3, len(weight))
+        for first in range(0, len(weight), OUTPUTS_AT_ONCE):
+            part = slice(first, first + OUTPUTS_AT_ONCE)
+            w = weight[part].detach().float()
+            made = QuantizedWeight.of(w, "int8")
+            copy = made.dense()
+            values[part], scale[part] = made.values, made.scale
+            size[part] = NORM_ROUNDING * copy.norm(dim=1)
+            error[part] = NORM_ROUNDING * (w - copy).norm(dim=1) + SUM_ROUNDING * w.shape[1] * size[part]
+        more = -len(weight) % native.BLOCK
+        self.bounds = F.pad(error, (0, more)), F.pad(size, (0, more))
+        packed, self._memory = kernels.pack("int8", values, scale)
+        self.bounded = bool(self.bounds[1].max() <= MAX_NORM)  # false if a norm is NaN
+        self.native = native.Screen(packed, *(bound.data_ptr() for bound in self.bounds))
+
+    @staticmethod
+    def of(kernels: native.Library, weight: Tensor, bias: Tensor | None) -> Screen | None:
+        """The screen of a weight; None if the kernels do not take one, or it would not be faster."""
+        if bias is not None or len(weight) < MIN_SCREENED or weight.shape[1] % GROUP:
+            return None
+        made = Screen(kernels, weight)
+        return made if made.bounded else None
+
+    @property
+    def nbytes(self) -> int:
+        """The minimum of bytes read to choose a token."""
+        return self._memory.nbytes
 
 
 class NativeLinear(nn.Module):
-    """``nn.Linear`` over a packed weight, for inference; a row's result does not depend on the other rows.
+    """``nn.Linear`` over a packed weight, for inference; batch-invariant.
 
     weight   bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
     wide     return float32 (logits) instead
-    keep     an unpacked copy to keep as well, where ``rows`` cannot be read from the packed weight
+    keep     an unpacked copy to keep as well, if ``rows`` cannot be read from the packed weight
     screen   also keep an int8 copy of an unquantised weight, which makes ``choose`` faster
     gated    interleave the two halves of the outputs, gate and up, block by block, so that they are read together
-    compact  store a bf16 weight in four bits a value where these give it back exactly (``QuantizedWeight.exact``): the
-             kernels expand them in the caches, and products are the same to the bit
+    compact  store a bf16 weight in four bits a value if that loses nothing (``QuantizedWeight.exact``): the kernels
+             expand it in the caches, and products are the same to the bit
 
     bf16 weights are packed in pairs of inputs: an odd D is padded with a zero.
     """
@@ -81,11 +125,11 @@ class NativeLinear(nn.Module):
 
     @property
     def of_rows(self) -> str:
-        """The kind of weights that are multiplied by the same rows: bfloat16 for compact ones."""
+        """The kind of the rows that the weight multiplies: bfloat16 for a compact weight, else the weight's own."""
         return "bfloat16" if self.kind == "compact" else self.kind
 
     def as_int4(self) -> NativeLinear:
-        """The same weight in int4, for rows in int8; a compact one, whose memory it shares, before it is rounded."""
+        """The weight in int4, for rows in int8; of a compact weight the stored values, in the same memory."""
         if self.kind != "compact":
             return NativeLinear(QuantizedWeight.of(self.dense(), "int4"), self.bias, gated=self.gated)
         same = copy(self)
@@ -124,7 +168,7 @@ class NativeLinear(nn.Module):
         return self._memory.view(self.dtype).view(-1, self.packed.width // together, native.BLOCK, together)
 
     def dense(self) -> Tensor:
-        """The unpacked weight [out, in], rounded to the inputs' type; a quantised one as products see it."""
+        """The unpacked (and dequantised) weight [out, in], rounded to the inputs' type."""
         if self.kind in ("int8", "int4", "compact"):
             # each column of the unit matrix is exact in int8, so its product is the weight's column
             unit = torch.eye(self.in_features, dtype=self.dtype)
@@ -136,10 +180,7 @@ class NativeLinear(nn.Module):
 
 
 class SelectedOutputs(NativeLinear):
-    """Some outputs of a packed weight, copied as they are packed, for drafts; more can be added.
-
-    Of a bf16 weight, the outputs of its int8 copy, the ``screen``.
-    """
+    """A growing selection of outputs of a packed weight, for drafts, in the weight's format; bf16 weights' in int8."""
 
     def __init__(self, source: NativeLinear, packed: native.Packed) -> None:
         nn.Module.__init__(self)
@@ -153,7 +194,7 @@ class SelectedOutputs(NativeLinear):
 
     @staticmethod
     def of(source: nn.Module) -> SelectedOutputs | None:
-        """None unless the weight is float32 or int8, or has an int8 copy, and has no bias."""
+        """An empty selection; None unless the weight is float32 or int8, or has a screen, and has no bias."""
         if not isinstance(source, NativeLinear) or source.offset is not None:
             return None
         if source.kind in ("float32", "int8"):

@@ -1,4 +1,4 @@
-"""A target's weights and what PyTorch computes with them, whichever backend runs its layers.
+"""A target's weights, and the parts of a pass that PyTorch computes with any backend.
 
 V vocabulary, D model width.
 """
@@ -48,7 +48,7 @@ class Network(nn.Module):
         return self.norm.weight.dtype
 
     def rope(self) -> Rope:
-        """The rotation tables, made on the weights' device when first used."""
+        """The rotation tables, made on the weights' device on first use."""
         if self._rope is None or self._rope.device != self.device:
             self._rope = Rope(self.config.rope, self.device)
         return self._rope

@@ -1,14 +1,13 @@
 """Weights packed once for the matrix kernels that read them.
 
-The native kernels (``anabranch.native``) are preferred: they run whole layers in one call, and a row's result does not
-depend on the other rows. Elsewhere PyTorch's kernels for packed weights are used. For bf16 on a CPU these are oneDNN's,
-which would otherwise reorder the weight in each call, half of its time (measured: docs/log.md); for quantised weights,
-those that multiply int8 and int4 values as they are, on a CPU or a GPU.
+The native kernels (``anabranch.native``) are preferred: they run whole layers in one call, and are batch-invariant.
+Otherwise PyTorch's kernels for packed weights are used, if they fit. For bf16 on a CPU these are oneDNN's, which would
+otherwise reorder the weight in each call, half of its time (measured: docs/log.md); for quantised weights, those that
+multiply int8 and int4 values directly, on a CPU or a GPU.
 
 The packed copy replaces the weight, so memory stays the same, with two exceptions. A head that is quantised or packed
 for oneDNN keeps the original as well, since drafters read its rows. And bf16 layers from a Q4_1 file, such as the
-default model's, are stored in four bits a value where the native kernels expand them fast enough, to the same bf16.
-Where no kernels fit, a module stays as it is.
+default model's, are stored in four bits a value if the native kernels expand them fast enough, to the same bf16.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ from anabranch.support.memory import give_back
 
 __all__ = ["Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
 
-# number of rows that oneDNN lays the weight out for; measured to serve 1 to 64 rows equally well
-PACK_ROWS = 32
-# number of rows from which PyTorch's kernels multiply by a dequantised copy of the weight
-WIDE = 128
+PACK_ROWS = 32  # rows that oneDNN optimises the layout for; as fast for 1 to 64 rows
+WIDE = 128  # rows from which PyTorch's kernels multiply by a dequantised copy of the weight
 
 
 class PackedLinear(nn.Module):
@@ -55,7 +52,7 @@ class PackedLinear(nn.Module):
         return y
 
     def dense(self) -> Tensor:
-        """The weight [out, in] as it was."""
+        """The unpacked weight [out, in]."""
         weight: Tensor = self.packed.to_dense()
         return weight
 
@@ -63,10 +60,10 @@ class PackedLinear(nn.Module):
 class PackedQuantized(nn.Module):
     """``nn.Linear`` over a quantised weight for inputs of ``dtype``, by PyTorch's kernels; for inference.
 
-    int8: the values are multiplied as they are, then the outputs scaled; on a GPU over a dequantised copy, which is
-    faster there than PyTorch's kernel. int4: the kernels take each group's scale and the number that the value 8 stands
-    for, both in ``dtype``. They are made for few rows; from ``WIDE`` on, as in prompts, a product over the dequantised
-    weight is faster, so the int4 values are kept beside their packed copy.
+    int8: the values are multiplied directly, then the outputs scaled; on a GPU over a dequantised copy, which is faster
+    there than PyTorch's kernel. int4: the kernels take each group's scale and the number that the value 8 stands for,
+    both in ``dtype``. They are for few rows: from ``WIDE`` on, as in prompts, a product over the dequantised weight is
+    faster, so the int4 values are kept beside their packed copy.
     """
 
     def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
@@ -84,7 +81,7 @@ class PackedQuantized(nn.Module):
         if self.on_cpu:
             values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(made.values.int(), 1)
         else:
-            # a tile of the tensor cores has 16 inputs, and up to eight tiles lie together
+            # a tile of the tensor cores has 16 inputs, and up to eight tiles are stored together
             together = next(n for n in (8, 4, 2) if self.in_features % (16 * n) == 0)
             pairs = made.values[:, ::2] << 4 | made.values[:, 1::2]
             values = torch.ops.aten._convert_weight_to_int4pack(pairs, together)
@@ -118,7 +115,7 @@ class PackedQuantized(nn.Module):
 
     @staticmethod
     def fits(linear: QuantizedLinear, dtype: torch.dtype) -> bool:
-        """Whether this build has kernels for this weight on its device that agree with the dense product."""
+        """True if this build has kernels for this weight on its device that agree with the dense product."""
         if linear.kind == "int4" and linear.out_features % 16:
             return False
         return _multiplies(linear.kind, dtype, linear.scale.device)
@@ -133,11 +130,11 @@ def _multiplies(kind: Literal["int8", "int4"], dtype: torch.dtype, device: torch
         x = torch.randn(3, width, generator=noise).to(device, dtype)
         linear = QuantizedLinear(weight, None, kind, keep=False)
         try:
-            found = PackedQuantized(linear, dtype)(x).float()
+            packed = PackedQuantized(linear, dtype)(x).float()
         except (AttributeError, NotImplementedError, RuntimeError):
             return False
         wanted = x.float() @ linear.quantized().dense().T
-        if not bool((found - wanted).abs().max() < 0.02 * wanted.abs().max()):
+        if not bool((packed - wanted).abs().max() < 0.02 * wanted.abs().max()):
             return False
     return True
 
@@ -146,7 +143,7 @@ PackedWeight: TypeAlias = "PackedLinear | NativeLinear"
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build and machine have oneDNN's kernels, and they agree with the plain product."""
+    """True if this build and machine have oneDNN's kernels, and they agree with the plain product."""
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
@@ -163,7 +160,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def packed_like(
     module: nn.Module, weight: Tensor, bias: Tensor | None, kind: Literal["int8", "int4"] = "int4"
 ) -> PackedWeight | None:
-    """``weight`` packed as ``module`` is; None if that is not packed.
+    """``weight`` packed for the kernels of ``module``; None if that is not packed.
 
     For drafts, which need not be exact: for the native kernels the weight is quantised to ``kind``, which is read
     faster, unless ``module`` is float32.
@@ -176,7 +173,7 @@ def packed_like(
 
 
 def rounding(weight: Tensor) -> Tensor:
-    """What ``packed_like`` changes in a weight for the native kernels, rounding it to four bits."""
+    """The rounding error of a weight in four bits, as ``packed_like`` stores it for the native kernels."""
     if weight.shape[1] % GROUP:
         return torch.zeros_like(weight)
     exact = weight.detach().float()
@@ -184,7 +181,7 @@ def rounding(weight: Tensor) -> Tensor:
 
 
 class Packable(nn.Module):
-    """A module whose weights [out, in] can be packed as another module's are, for inference."""
+    """A module whose weights [out, in] can be packed for the kernels of another module, for inference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,11 +189,11 @@ class Packable(nn.Module):
         self._rounding: dict[str, Tensor] = {}
 
     def round(self, on: bool) -> None:
-        """Compute with the weights as they will be rounded by ``pack``, in training; or not any more."""
+        """Switch training with weights rounded as by ``pack`` on or off."""
         self._rounding = {name: rounding(weight) for name, weight in self.products()} if on else {}
 
     def pack(self, like: nn.Module) -> None:
-        """Pack the weights as the linear module ``like`` is packed; do nothing if it is not."""
+        """Pack the weights for the kernels of the linear module ``like``; do nothing if it is not packed."""
         for name, weight in () if self.packed else self.products():
             packed = packed_like(like, weight.detach(), None)
             if packed is not None:
@@ -220,17 +217,17 @@ def _stored(linear: nn.Linear | QuantizedLinear) -> Tensor | QuantizedWeight:
 
 
 def pack_decoder(target: Decoder) -> bool:
-    """Replace the linear layers of a target by packed ones, in place; returns whether that was possible.
+    """Replace the linear layers of a target by packed ones, in place; returns False if no kernels fit.
 
-    Sets the target's backend where the native kernels run its layers. A packed target can no longer be trained through
-    or moved to another device. Issues a PerformanceWarning where slower kernels will decode than the machine could run
-    (``warn_about_kernels``).
+    Sets the target's backend if the native kernels run its layers. A packed target passes no gradients and cannot be
+    moved to another device. Issues a PerformanceWarning if slower kernels will decode than the machine could
+    run (``warn_about_kernels``).
     """
     if isinstance(target.head, PackedLinear | PackedQuantized | NativeLinear):
         return True
     kernels = native.library() if native_for(target) else None
-    # Beside a busy process, torch's threads wait for each other at the end of each of many small operations: packing
-    # the default model took 6.6 s with two threads and 1.1 s with one, and 1.2 and 1.5 s with nothing else running.
+    # While another process is busy, torch's threads wait for each other after each of many small operations: packing
+    # the default model took 6.6 s with two threads and 1.1 s with one, and 1.2 and 1.5 s on an idle machine.
     with nullcontext() if kernels is None else kernels.single_threaded():
         possible = _pack(target, kernels)
     warn_about_kernels(target, stacklevel=2)

@@ -1,4 +1,4 @@
-"""One forward pass: what a backend is asked for, what the layers read meanwhile, who may ride along, and the result.
+"""One forward pass: the request to a backend, the device state that layers read, riders, and the result.
 
 B rows of the batch, M nodes of all rows, N nodes of the widest row, R rows of one pass (N main rows, then those of a
 rider), S rows a node that a rider brings, V vocabulary, D model width, H query heads, K kv heads, G = H / K,
@@ -45,8 +45,8 @@ class Nodes(NamedTuple):
 class Pass:
     """The device side of a pass over some rows of a cache: positions, rotations and masks of its nodes.
 
-    With a ``span`` the pass reads that many positions of the cache, in use or not, and everything that changes from
-    step to step lies in tensors, so that it can be captured as a graph (``graphs``).
+    With a ``span`` the pass reads that many positions of the cache, in use or not, and keeps everything that changes
+    from step to step in tensors, so that it can be captured as a graph (``graphs``).
 
     sides  those of ``PassRequest``
     """
@@ -87,13 +87,13 @@ class Pass:
         self._bias: dict[bool, Tensor | None] = {}
 
     def rotations(self, positions_BR: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, R, dim] of some positions of the rows, in the type of the cache."""
+        """cos and sin [B, R, dim] of positions of the rows, in the type of the cache."""
         cos, sin = self.rope(positions_BR, self.cache.capacity, self.prompts)
         return cos.to(self.dtype), sin.to(self.dtype)
 
     @property
     def parents_BN(self) -> Tensor:
-        """The parent of each node, which is its last ancestor before itself; -1: none."""
+        """The parent of each node: its last ancestor before itself; -1: none."""
         if self._parents is None:
             nodes = torch.arange(self.width, device=self.tree_BNN.device)
             above = self.tree_BNN & (nodes[None, :] < nodes[:, None])
@@ -102,7 +102,7 @@ class Pass:
 
     @property
     def visible_BNL(self) -> Tensor:
-        """The cache positions that each node may see [B, N, L]: committed tokens, ancestors, itself."""
+        """The cache positions visible to each node [B, N, L]: committed tokens, ancestors, itself."""
         if self._visible is None:
             self._visible = self._see()
         return self._visible
@@ -121,7 +121,7 @@ class Pass:
         return torch.where(relative_BL < 0, relative_BL + self.lengths_B[:, None], node)
 
     def visible(self, layer: int) -> Tensor:
-        """The cache positions that each node sees in a layer [B, N, L], sliding window included."""
+        """The cache positions visible to each node in a layer [B, N, L], within its sliding window."""
         if not self.config.is_sliding(layer):
             return self.visible_BNL
         assert self.config.sliding_window is not None
@@ -129,7 +129,7 @@ class Pass:
         return self.visible_BNL & near
 
     def bias(self, layer: int) -> Tensor | None:
-        """The additive attention mask of a layer [B, 1, G N, L]; None where every position is seen."""
+        """The additive attention mask of a layer [B, 1, G N, L]; None if every position is visible."""
         sliding = self.config.is_sliding(layer)
         if sliding not in self._bias:
             if self.plain and not sliding:
@@ -161,9 +161,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rider decided when it entered a pass: the nodes it ``kept`` (as in ``PassResult``), and what its layers
-    need of their own.
-    """
+    """A rider's state in a pass: the nodes it ``kept`` (as in ``PassResult``), and data of its ``own``."""
 
     kept: Sequence[NDArray[np.int64]] | None = None
     own: Any = None
@@ -172,14 +170,14 @@ class Entry:
 class Rider(Protocol):
     """A drafter's part in the target's forward pass: from layer ``start`` on it adds rows, or prunes nodes, or both.
 
-    rides   whether it adds rows; if not, ``layer`` and ``leave`` are not called
-    fixed   whether its shapes follow from the pass alone, so that the pass can be captured as a graph
-    native  whether the native kernels compute all main rows, if they run the target
-    places  cache positions that each node takes while the pass runs
-    alters  the trained module whose rows the main rows attend to, which is then part of the model that is decoded;
-            None: main rows are the same as without the rider
+    rides   it adds rows; if not, ``layer`` and ``leave`` are not called
+    fixed   its shapes follow from the pass alone, so that the pass can be captured as a graph
+    native  the native kernels compute all main rows, if they run the target
+    places  cache positions used per node while the pass runs
+    alters  the trained module whose rows the main rows attend to, which is then part of the decoded model; None: main
+            rows are the same as without the rider
 
-    A rider keeps nothing between calls: what it found at the entry travels as an ``Entry``.
+    A rider keeps no state between calls: that of a pass travels as an ``Entry``.
     """
 
     start: int
@@ -199,18 +197,18 @@ class Rider(Protocol):
         """Split the last layer's output into the main rows [B, N, D] and the states of the rider's rows [M, S, D]."""
 
 
-# what is read of a pass besides keys, values and taps: nothing, the main rows, their logits, or the greedy tokens
+# the outputs of a pass besides keys, values and taps: nothing, the main rows, their logits, or the greedy tokens
 Need: TypeAlias = Literal["keys", "hidden", "logits", "tokens"]
 
 
 class PassRequest(NamedTuple):
-    """What a backend is asked to run; ``Decoder.forward`` has checked that it fits the cache and made room there.
+    """The arguments of a pass; ``Decoder.forward`` has checked that it fits the cache and reserved the positions there.
 
     slots    the cache slots of the rows
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
-    need     what is read of the result; a backend may leave out the rest, and return the greedy tokens if it is these
-    sides    what is added in each layer to some rows of the batch (``row_lora``); None: nothing
+    need     the part of the result that is read; a backend may omit the rest, and choose the greedy tokens itself
+    sides    the terms added to some rows in each layer (``lora``); None: none
     """
 
     inputs: Inputs
@@ -223,15 +221,15 @@ class PassRequest(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """What one pass computed. The nodes of all rows share one axis M, where those of row b are ``nodes(b)``.
+    """The result of a pass. The nodes of all rows share one axis M, where those of row b are ``nodes(b)``.
 
     counts_B      nodes of each row, after pruning
-    starts_B      where each row begins in M, which has gaps where rows were padded to one width
-    hidden_MD     main rows after the last norm; perhaps none where only keys and values were needed
-    tokens_M      the target's greedy token after each node, where asked for, on the host
-    logits_MV     logits, where asked for
-    taps          main rows [M, D] before each layer that was tapped
-    kept          the nodes of each row that were not pruned on the way, ascending; None: nothing was pruned
+    starts_B      the index of each row's first node in M, which has gaps if rows were padded to one width
+    hidden_MD     main rows after the last norm; may be empty if only keys and values were needed
+    tokens_M      the target's greedy token after each node, if requested, on the host
+    logits_MV     logits, if requested
+    taps          main rows [M, D] before each tapped layer
+    kept          the nodes of each row that were not pruned, ascending; None: nothing was pruned
     riding_MSD    states of the rows that a rider added, after the last norm; None: it added none
     """
 
@@ -245,11 +243,11 @@ class PassResult(NamedTuple):
     riding_MSD: Tensor | None = None
 
     def nodes(self, row: int) -> slice:
-        """The places of a row's nodes in M."""
+        """The indices of a row's nodes in M."""
         return slice(self.starts_B[row], self.starts_B[row] + self.counts_B[row])
 
     def without_prefill(self, inputs: Inputs) -> PassResult:
-        """The same without the nodes of ``inputs.prefill_B``; there are no rows of a rider, and no logits yet."""
+        """The result without the nodes of ``inputs.prefill_B``; before logits are computed, and without a rider."""
         if not inputs.prefill_B:
             return self
         counts = inputs.returned_B

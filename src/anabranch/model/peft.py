@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,9 +23,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from anabranch.errors import AdapterError, FileError, one_line
-from anabranch.model.config import ModelConfig
+from anabranch.model.config import NEEDS, ModelConfig, needed
 from anabranch.model.lora import Lora, Place, Term, places
-from anabranch.model.needs import KEY, needed
 from anabranch.model.weights import is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_number, is_whole, read_json, shown
@@ -44,7 +43,7 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.w
 _READ = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),
-    KEY,
+    NEEDS,
 }
 _IGNORED = {
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
@@ -61,7 +60,7 @@ _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """The fields of adapter_config.json that say what a LoRA is.
+    """The fields of adapter_config.json that define a LoRA.
 
     base        the model it was trained for, as its author named it; may be empty
     rank        r of the modules that ``ranks`` does not name; ``alpha`` and ``alphas`` likewise
@@ -87,7 +86,7 @@ class PeftSettings:
     needs: str = ""
 
     def selects(self, module: str) -> bool | None:
-        """Whether a module has a term; None where that takes an expression which may be slow to evaluate."""
+        """True if a module has a term; None if telling would evaluate an expression that may be slow."""
         excluded, included = _matches(self.excluded, module), _matches(self.modules, module)
         if excluded or excluded is None:
             return None if excluded is None else False
@@ -96,10 +95,10 @@ class PeftSettings:
         return included
 
     def _layer(self, module: str) -> int | None:
-        """The number of a module's layer, as PEFT finds it."""
+        """The number of a module's layer, by PEFT's rule."""
         patterns = [rf"(?:^|.*?\.){stack}" for stack in self.stacks] or [r".*?\.[^.]*"]
-        found = (_compiled(rf"{pattern}\.(?P<layer>\d+)\.").match(module) for pattern in patterns)
-        return next((int(match["layer"]) for match in found if match), None)
+        matches = (_compiled(rf"{pattern}\.(?P<layer>\d+)\.").match(module) for pattern in patterns)
+        return next((int(match["layer"]) for match in matches if match), None)
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's term."""
@@ -128,8 +127,8 @@ def _of_pattern(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
 
     The name is matched from its start, so that ``^k_proj`` matches no module that is inside another.
     """
-    found = (value for key, value in patterns.items() if _compiled(_END.format(key)).match(module))
-    return next(found, patterns.get(module, otherwise))
+    matching = (value for key, value in patterns.items() if _compiled(_END.format(key)).match(module))
+    return next(matching, patterns.get(module, otherwise))
 
 
 _compiled = cache(re.compile)  # re itself keeps 512 expressions, fewer than a large model has modules
@@ -137,9 +136,9 @@ _compiled = cache(re.compile)  # re itself keeps 512 expressions, fewer than a l
 
 # -- reading -----------------------------------------------------------------------------------------
 def read_settings(folder: Path) -> PeftSettings:
-    """The settings of a LoRA folder, checked, without its weights.
+    """Read and check the settings of a LoRA folder, without its weights.
 
-    Raises AdapterError where the folder or its config is missing or malformed, and for settings that are not supported.
+    Raises AdapterError if the folder or its config is missing or malformed, and for settings that are not supported.
     """
     path = folder / CONFIG
     if not folder.is_dir():
@@ -152,34 +151,22 @@ def read_settings(folder: Path) -> PeftSettings:
         hint = "it is an adapter of anabranch: give it as the adapter" if own else "give a folder that PEFT saved"
         raise AdapterError(f"{path} is not PEFT's: {hint}")
     _refuse(path, record)
-    base = record.get("base_model_name_or_path")
-    layers = record.get("layers_to_transform")
-    layers = (layers,) if is_whole(layers, 0) else layers
-    if not (layers is None or (isinstance(layers, list | tuple) and all(is_whole(layer, 0) for layer in layers))):
-        raise _malformed(path, "layers_to_transform", "layer numbers", record)
     if record.get("target_modules") is None:
         raise AdapterError(f"{path} names no target_modules; {_AGAIN}")
+    base, fields = record.get("base_model_name_or_path"), _Fields(path, record)
     return PeftSettings(
         base=base if isinstance(base, str) else "",
-        rank=_checked(path, record, "r", is_whole(record.get("r"), 1), "a whole number of at least 1"),
-        alpha=float(_checked(path, record, "lora_alpha", is_number(record.get("lora_alpha")), "a number")),
-        rslora=_flag(path, record, "use_rslora"),
-        ranks=_pattern(path, record, "rank_pattern", lambda value: is_whole(value, 1)),
-        alphas=_pattern(path, record, "alpha_pattern", is_number),
-        modules=_modules(path, record, "target_modules"),
-        excluded=_modules(path, record, "exclude_modules"),
-        layers=tuple(layers or ()),
-        stacks=_stacks(path, record),
+        rank=fields.get("r", lambda value: is_whole(value, 1), "a whole number of at least 1"),
+        alpha=float(fields.get("lora_alpha", is_number, "a number")),
+        rslora=bool(fields.get("use_rslora", lambda value: isinstance(value, bool | None), "true or false")),
+        ranks=fields.patterns("rank_pattern", lambda value: is_whole(value, 1)),
+        alphas=fields.patterns("alpha_pattern", is_number),
+        modules=fields.modules("target_modules"),
+        excluded=fields.modules("exclude_modules"),
+        layers=fields.layers("layers_to_transform"),
+        stacks=fields.stacks("layers_pattern"),
         needs=needed(record),
     )
-
-
-def _stacks(path: Path, record: Mapping[str, Any]) -> tuple[str, ...]:
-    stacks = _modules(path, record, "layers_pattern")
-    stacks = (stacks,) if isinstance(stacks, str) else stacks
-    for stack in stacks:
-        _check_expression(path, "layers_pattern", stack)
-    return stacks
 
 
 def _refuse(path: Path, record: Mapping[str, Any]) -> None:
@@ -200,70 +187,80 @@ def _refuse(path: Path, record: Mapping[str, Any]) -> None:
             raise AdapterError(f"{path} sets {name} to {shown(value)}, which is not supported; {use}")
 
 
-def _malformed(path: Path, name: str, wanted: str, record: Mapping[str, Any]) -> AdapterError:
-    return AdapterError(f"{name} in {path} must be {wanted}, got {shown(record.get(name))}; {_AGAIN}")
+@dataclass(frozen=True)
+class _Fields:
+    """The fields of an adapter_config.json. Each method raises AdapterError for a malformed value."""
 
+    path: Path
+    record: Mapping[str, Any]
 
-def _checked(path: Path, record: Mapping[str, Any], name: str, right: bool, wanted: str) -> Any:
-    if not right:
-        raise _malformed(path, name, wanted, record)
-    return record[name]
+    def get(self, name: str, right: Callable[[Any], bool], wanted: str) -> Any:
+        if not right(value := self.record.get(name)):
+            raise AdapterError(f"{name} in {self.path} must be {wanted}, got {shown(value)}; {_AGAIN}")
+        return value
 
+    def layers(self, name: str) -> tuple[int, ...]:
+        def right(value: Any) -> bool:
+            several = isinstance(value, list | tuple) and all(is_whole(layer, 0) for layer in value)
+            return value is None or is_whole(value, 0) or several
 
-def _flag(path: Path, record: Mapping[str, Any], name: str) -> bool:
-    value = record.get(name)
-    if not isinstance(value, bool | None):
-        raise _malformed(path, name, "true or false", record)
-    return bool(value)
+        value = self.get(name, right, "layer numbers")
+        return (value,) if isinstance(value, int) else tuple(value or ())
 
+    def patterns(self, name: str, right: Callable[[Any], bool]) -> dict[str, Any]:
+        def holds(value: Any) -> bool:
+            value = value or {}
+            return isinstance(value, dict) and len(value) <= _PATTERNS and all(map(right, value.values()))
 
-def _pattern(path: Path, record: Mapping[str, Any], name: str, right: Any) -> dict[str, Any]:
-    patterns = record.get(name) or {}
-    if not isinstance(patterns, dict) or len(patterns) > _PATTERNS or not all(map(right, patterns.values())):
-        raise _malformed(path, name, "numbers by module name", record)
-    for key in patterns:
-        _check_expression(path, name, key, _END)
-    return patterns
+        patterns = self.get(name, holds, "numbers by module name") or {}
+        for key in patterns:
+            self._check_expression(name, key, _END)
+        return patterns
 
+    def modules(self, name: str) -> str | tuple[str, ...]:
+        def right(value: Any) -> bool:
+            value = value or ()
+            return isinstance(value, str | list | tuple) and all(isinstance(each, str) for each in value)
 
-def _modules(path: Path, record: Mapping[str, Any], name: str) -> str | tuple[str, ...]:
-    modules = record.get(name) or ()
-    if isinstance(modules, str):
-        _check_compiles(path, name, modules)
+        modules = self.get(name, right, "module names or a regular expression") or ()
+        if not isinstance(modules, str):
+            return tuple(modules)
+        self._check_compiles(name, modules)
         return modules
-    if not isinstance(modules, list | tuple) or not all(isinstance(each, str) for each in modules):
-        raise _malformed(path, name, "module names or a regular expression", record)
-    return tuple(modules)
 
+    def stacks(self, name: str) -> tuple[str, ...]:
+        stacks = self.modules(name)
+        stacks = (stacks,) if isinstance(stacks, str) else stacks
+        for stack in stacks:
+            self._check_expression(name, stack)
+        return stacks
 
-def _check_expression(path: Path, name: str, expression: str, form: str = "{}") -> None:
-    """Raise AdapterError unless an expression, put into ``form``, is one and can be matched in a short time."""
-    _check_compiles(path, name, expression, form)
-    if _is_slow(expression):
-        raise AdapterError(
-            f"{name} in {path} has {shown(expression)}, with more than {_REPEATS} repeats or a repeated group, which "
-            "may take forever to match; name the modules instead"
-        )
+    def _check_expression(self, name: str, expression: str, form: str = "{}") -> None:
+        """Check that an expression, put into ``form``, is valid and can be matched in a short time."""
+        self._check_compiles(name, expression, form)
+        if _is_slow(expression):
+            raise AdapterError(
+                f"{name} in {self.path} has {shown(expression)}, with more than {_REPEATS} repeats or a repeated "
+                "group, which may take forever to match; name the modules instead"
+            )
 
-
-def _check_compiles(path: Path, name: str, expression: str, form: str = "{}") -> None:
-    try:
-        re.compile(form.format(expression))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterError(
-            f"{name} in {path} has {shown(expression)}, which is no regular expression ({one_line(error)}); {_AGAIN}"
-        ) from error
+    def _check_compiles(self, name: str, expression: str, form: str = "{}") -> None:
+        try:
+            re.compile(form.format(expression))
+        except (re.error, RecursionError, OverflowError) as error:
+            why = f"which is no regular expression ({one_line(error)}); {_AGAIN}"
+            raise AdapterError(f"{name} in {self.path} has {shown(expression)}, {why}") from error
 
 
 def _is_slow(expression: str) -> bool:
-    """Whether matching may take exponential time (repeated groups) or a high power of the name's length."""
+    """True if matching may take exponential time (repeated groups) or a high power of the name's length."""
     return bool(re.search(r"\)[*+{]", expression)) or len(re.findall(r"[*+{]", expression)) > _REPEATS
 
 
 def read_lora(folder: Path, config: ModelConfig) -> Lora:
     """The terms of a LoRA folder for a model, in float32.
 
-    Raises AdapterError where a file is missing, truncated or malformed, for settings that are not supported, and for
+    Raises AdapterError if a file is missing, truncated or malformed, for settings that are not supported, and for
     terms of modules or shapes that the model does not have.
     """
     settings = read_settings(folder)
@@ -272,15 +269,15 @@ def read_lora(folder: Path, config: ModelConfig) -> Lora:
     named = {module: module for module in known}  # as in the file, whose patterns are matched with its own names
     sides: dict[str, dict[str, Tensor]] = {}
     for name, value in _tensors(folder).items():
-        found = _TENSOR.fullmatch(name)
-        module = None if found is None else ours.get(found["module"])
-        if found is None or module is None:
+        match = _TENSOR.fullmatch(name)
+        module = None if match is None else ours.get(match["module"])
+        if match is None or module is None:
             raise AdapterError(
                 f"{folder / WEIGHTS} has {_name(name)}, and of a {config.family} model only LoRA of {_kinds(known)} is "
                 "read; merge it with peft's merge_and_unload and load the result"
             )
-        sides.setdefault(module, {})[found["side"]] = _value(folder, name, value)
-        named[module] = found["module"]
+        sides.setdefault(module, {})[match["side"]] = _value(folder, name, value)
+        named[module] = match["module"]
     chosen = {module: settings.selects(name) for module, name in named.items()}
     selected = [module for module in known if chosen[module] or (chosen[module] is None and module in sides)]
     if lacking := [module for module in selected if set(sides.get(module, ())) != {"A", "B"}]:
@@ -308,10 +305,10 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             )
         raise AdapterError(f"the folder {folder} has no {WEIGHTS}; its copy is incomplete")
     try:
-        found: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except _UNREADABLE as error:
         raise AdapterError(f"{path} is truncated or not a safetensors file ({one_line(error)}); {_AGAIN}") from error
-    return found
+    return tensors
 
 
 def _value(folder: Path, name: str, value: Tensor) -> Tensor:
@@ -378,7 +375,7 @@ def write_lora(folder: Path, lora: Lora, *, base: str, needs: str = "") -> None:
         "target_modules": sorted(terms),
         "rank_pattern": {re.escape(name): term.rank for name, term in terms.items() if term.rank != rank},
         "alpha_pattern": {re.escape(name): _alpha(term) for name, term in terms.items() if _alpha(term) != alpha},
-        **({KEY: needs} if needs else {}),
+        **({NEEDS: needs} if needs else {}),
     }
     tensors: dict[str, Tensor] = {}
     for name, term in terms.items():

@@ -1,13 +1,13 @@
 """Weights in 8 or 4 bits. The quantised model is the target: lossless means lossless against its own output.
 
     int8    symmetric, one scale for each output: w = scale * (value - 128)
-    int4    one scale and one least value for each group of 32 inputs: w = scale * value + least, values 0 to 15 (Q4_1
-            of GGUF files); the head, which decides between near ties, and layers whose inputs do not divide into
-            groups are kept in int8
+    int4    a scale and a minimum for each group of 32 inputs: w = scale * value + least, values 0 to 15 (Q4_1 of GGUF
+            files). The head, which decides between near ties, and layers whose inputs do not divide into groups are
+            kept in int8
 
-Embeddings, norms and biases stay as they are. The native kernels also quantise the inputs of such a layer to int8,
-with a scale for every 32 values; PyTorch's kernels take the inputs as they are (``model.pack``). Where neither can
-run, the weights are dequantised for each product.
+Embeddings, norms and biases are not quantised. The native kernels also quantise the inputs of such a layer to int8,
+with a scale for every 32 values; PyTorch's kernels do not (``model.pack``). If neither can run, the weights are
+dequantised for each product.
 
 N outputs, D inputs.
 """
@@ -62,10 +62,10 @@ class QuantizedWeight:
 
     @staticmethod
     def exact(weight: Tensor) -> QuantizedWeight | None:
-        """The int4 values of which a bf16 weight [N, D] is ``dense``, rounded to bf16; None if there are none.
+        """The int4 values that a bf16 weight [N, D] equals when they are rounded to bf16; None if there are none.
 
-        Weights of Q4_1 files have such values: where both ends of a group's range are weights, its scale and least
-        value follow from them. Usually the first outputs tell.
+        Weights of Q4_1 files have such values: if both ends of a group's range occur, its scale and minimum follow from
+        them. Other weights usually fail within the first outputs.
         """
         if weight.dtype != torch.bfloat16 or weight.shape[1] % GROUP:
             return None
@@ -105,7 +105,7 @@ class QuantizedWeight:
         return (groups * self.scale.float()[:, :, None] + self.least.float()[:, :, None]).view(self.values.shape)
 
     def outputs(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
-        """The same weight with its outputs (axis 0) reordered by ``change``."""
+        """The weight with its outputs (axis 0) reordered by ``change``."""
         least = None if self.least is None else change(self.least)
         return QuantizedWeight(self.kind, change(self.values), change(self.scale), least)
 
@@ -152,7 +152,7 @@ def check_quantization(kind: str) -> Quantization:
 
 
 def plain_linears(target: Network, form: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The linear layers of a target's blocks, to be replaced for training in ``form``: module, name in it, layer.
+    """The linear layers of a target's blocks as (parent module, attribute name, layer), to replace them by ``form``.
 
     Raises CapabilityError at a layer that is quantised already.
     """

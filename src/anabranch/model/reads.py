@@ -1,4 +1,4 @@
-"""How many bytes of weights a forward pass reads."""
+"""Bytes of weights that a forward pass reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["read_bytes", "weight_bytes"]
 def weight_bytes(decoder: Decoder) -> int:
     """Bytes of weights read by a greedy pass over one token: blocks, last norm and head, and one row of the embedding.
 
-    Of a head with a screen, that is what is read at least.
+    For a head with a screen this is the minimum.
     """
     return read_bytes((decoder.blocks, decoder.norm, decoder.head))
 
@@ -36,7 +36,7 @@ def read_bytes(parts: Iterable[nn.Module]) -> int:
             elif isinstance(module, Packable) and module.packed:
                 total += read_bytes(module.packed.values())
                 continue
-            # an additional copy, which only drafters read
+            # ``weight`` is a second copy, which only drafters read
             kept = isinstance(module, NativeLinear | PackedLinear | PackedQuantized | QuantizedLinear)
             parameters = module.named_parameters(recurse=False)
             total += sum(value.nbytes for name, value in parameters if not (kept and name == "weight"))

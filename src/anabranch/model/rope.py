@@ -29,9 +29,9 @@ __all__ = [
     "rotate",
 ]
 
-MARGIN = 1024  # positions that a table holds beyond the cache: a rider's rows reach past the last token
-UNLIMITED = 2**30  # the context length of a variant that stretches without end
-_KEPT_TABLES = 4  # the variant "dynamic" needs one for each length of a prompt, of which a server sees many
+MARGIN = 1024  # positions of a table beyond the cache: a rider's rows reach past the last token
+UNLIMITED = 2**30  # the context length of the variant "dynamic"
+_KEPT_TABLES = 4  # the variant "dynamic" needs one for each length of a prompt
 
 
 class Rotations(NamedTuple):
@@ -49,10 +49,10 @@ class Rope:
     """cos and sin tables, computed once up to the longest requested position.
 
     The frequencies of two variants (dynamic, longrope) depend on the length of the text. As in transformers with a KV
-    cache, a token is rotated for the length that the text has when the token is read, and keeps that rotation: all
-    tokens of a prompt are rotated for the length of the prompt, a later token for its own position + 1. So a rotation
-    depends on a token's position and on the length of the prompt, and not on how decoding is stepped. A text that
-    outgrows the original length of a config with ``rereads`` is read again as a whole, like a prompt.
+    cache, the rotation of a token is fixed when it is read: tokens of a prompt are rotated for the length of the
+    prompt, a later token for its own position + 1. So a rotation depends on the token's position and on the length of
+    the prompt, but not on how decoding is stepped. If the config ``rereads``, a text that outgrows the original length is
+    read again as a whole, like a prompt.
     """
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
@@ -67,15 +67,12 @@ class Rope:
         return _original(self.config) if self.varies and self.config.rereads else None
 
     def prompt(self, prompt: int, length: int) -> int:
-        """The length for which a prompt's tokens are rotated once its text has ``length`` tokens."""
+        """The length for which the tokens of a prompt are rotated when its text has ``length`` tokens."""
         limit = self.reread_after
         return prompt if limit is None or length <= limit else max(prompt, limit + 1)
 
     def key(self, prompt: int) -> int:
-        """Equal for two lengths of prompts whose texts have the same rotations at every position.
-
-        0 where a token's rotation depends on its position only.
-        """
+        """A key of the rotations of texts with this length of prompt; 0 if they depend on positions only."""
         kind = _kind(self.config)
         if kind == "dynamic":
             return prompt if prompt > self.config.max_positions else 0
@@ -84,7 +81,7 @@ class Rope:
         return 0
 
     def __call__(self, positions: Tensor, longest: int, prompts_B: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [..., dim] float32, for integer ``positions`` [...] below ``longest`` + 1024.
+        """Compute cos and sin, each [..., dim] float32, for integer ``positions`` [...] below ``longest`` + 1024.
 
         prompts_B  the length of the prompt of each row of ``positions`` [B, ...]; empty: 0
         """
@@ -96,7 +93,7 @@ class Rope:
         return cos, sin
 
     def rotations(self, longest: int, prompts_B: Sequence[int] = ()) -> Rotations:
-        """The tables of batch rows with prompts of some lengths, for at least ``longest`` + 1024 positions."""
+        """The tables of batch rows with prompts of these lengths, for at least ``longest`` + 1024 positions."""
         keys = [self.key(prompt) for prompt in prompts_B] if self.varies else []
         if not any(keys):
             return Rotations(self._of(0, longest))
@@ -107,7 +104,7 @@ class Rope:
         return Rotations(torch.cat(list(tables.values()), dim=1), [starts[key] for key in keys])
 
     def _of(self, key: int, longest: int) -> Tensor:
-        """The table of prompts of a length with this key."""
+        """The table of prompts with this ``key``."""
         table = self._tables.get(key)
         if table is None or table.shape[1] < longest + MARGIN:
             table = self._table(key, -(-(longest + MARGIN) // MARGIN) * MARGIN)
@@ -138,9 +135,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_frequencies(config: RopeConfig, lengths_T: Tensor) -> tuple[Tensor, float]:
-    """Inverse frequencies [T or 1, dim / 2] of texts of some lengths, float32 on the CPU, and what scales cos and sin.
+    """Inverse frequencies [T, dim / 2] of texts of these lengths, float32 on the CPU, and the factor of cos and sin.
 
-    One row stands for all lengths where they do not matter.
+    [1, dim / 2] if the length does not matter.
     """
     with torch.device("cpu"):  # not the device that a decoder is being built on
         if config.stated is not None:
@@ -150,10 +147,10 @@ def rope_frequencies(config: RopeConfig, lengths_T: Tensor) -> tuple[Tensor, flo
 
 
 def context_length(config: RopeConfig) -> int:
-    """The longest text of a model with these positions: the length in its config, stretched by the factor.
+    """The context length of a model: the length in its config, stretched by the factor.
 
-    Configs state the length before scaling or the one after it: published ones of linear scaling, and those to which a
-    user has added the lines of a model card, the one before; the others the one after, and the one before beside it.
+    Some configs state the length before scaling (published ones of linear scaling, and those edited by a user as a
+    model card says), others the length after it, with the original one beside it.
     """
     factor = (config.scaling or {}).get("factor") or 1.0
     kind = _kind(config)
@@ -201,7 +198,7 @@ def _linear(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> t
 
 
 def _dynamic(config: RopeConfig, scaling: dict[str, Any], lengths_T: Tensor) -> tuple[Tensor, float]:
-    """NTK-aware base that grows with the length of the sequence."""
+    """NTK-aware scaling: the base grows with the length of the sequence."""
     factor, longest = scaling["factor"], config.max_positions
     stretch_T = factor * lengths_T.clamp(min=longest).float() / longest - (factor - 1)
     base_T = config.theta * stretch_T ** (config.dim / (config.dim - 2))

@@ -1,4 +1,4 @@
-"""Layers of a target run by the native kernels, any number of them in one call, and the backend that runs passes so.
+"""Layers of a target in the native kernels, any number of them in one call, and the backend that uses them.
 
 B rows of the batch, M nodes of all rows, N nodes of the widest row, V vocabulary, D model width.
 """
@@ -30,14 +30,14 @@ from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
 
 __all__ = ["LayerWeights", "NativeBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
 
-KEPT = 16  # caches and ranges of layers that a stack keeps the kernels' structs of
+KEPT = 16  # pairs of a cache and a range of layers whose structs are kept
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: the norms of a block, projections, the MLP, and a low-rank term beside the MLP or in its place.
+    """One layer: the norms of a block, projections, the MLP, and a low-rank term added to the MLP or instead of it.
 
-    low, high  silu(h low') high' is added to the MLP's output
+    low, high  the low-rank term silu(h low') high'
     """
 
     block: Block
@@ -56,7 +56,7 @@ class LayerWeights:
 
 
 class StackStep(NamedTuple):
-    """The rows of a pass as the kernels read them, and the memory that this points to."""
+    """The rows of a pass for the kernels, and the memory that they point to."""
 
     native: native.RaggedBatch
     held: tuple[object, ...]
@@ -65,7 +65,7 @@ class StackStep(NamedTuple):
 class Stack:
     """Consecutive layers of a target for the kernels; ``first`` is the index of the lowest one.
 
-    nbytes  of weights that a pass reads, without those of the head
+    nbytes  bytes of weights that a pass reads, without those of the head
     """
 
     def __init__(self, target: Network, layers: Sequence[LayerWeights], first: int) -> None:
@@ -73,12 +73,12 @@ class Stack:
         assert kernels is not None, native.why_not()
         config = target.config
         self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
-        self.kind = layers[0].qkv.of_rows  # of the rows' weights, one of native.KINDS
+        self.kind = layers[0].qkv.of_rows  # of the rows between two products, one of native.KINDS
         self._window = (config.sliding_window if config.is_sliding(0) else None) or 0  # 0: none
-        self._kept: list[object] = []  # what the structs point to
+        self._kept: list[object] = []  # memory that the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
         self._norms: dict[Norm, Tensor] = {}
-        self._table = (torch.empty(0), 0, 0)  # the newest of ``_pointers``
+        self._table = (torch.empty(0), 0, 0)  # the last result of ``_pointers``
         self._ends: native.Ends | None = None
         self._layers = [self._struct(layer) for layer in layers]
         self.nbytes = sum(linear.nbytes for layer in layers for linear in layer.linears)
@@ -148,8 +148,8 @@ class Stack:
     def ready(self, cache: Cache, slot: int, low: int, high: int) -> tuple[native.Shape, native.Layers]:
         """Sizes and structs of layers ``low`` to ``high`` - 1 of the target, over the cache's rows from ``slot`` on."""
         size = cache.keys.element_size()
-        where = (cache.keys.data_ptr(), cache.values.data_ptr(), slot, low, high, *cache.keys.stride())
-        if where not in self._ready:
+        key = (cache.keys.data_ptr(), cache.values.data_ptr(), slot, low, high, *cache.keys.stride())
+        if key not in self._ready:
             while len(self._ready) >= KEPT:
                 del self._ready[next(iter(self._ready))]
             chosen = (native.Layer * (high - low))(*self._layers[low - self.first : high - self.first])
@@ -159,8 +159,8 @@ class Stack:
                 layer.values = cache.values.data_ptr() + slot_bytes + index * layer_bytes
             shape = native.Shape.from_buffer_copy(self._shape)
             shape.row_stride, shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
-            self._ready[where] = shape, chosen
-        return self._ready[where]
+            self._ready[key] = shape, chosen
+        return self._ready[key]
 
     def step(
         self,
@@ -178,11 +178,11 @@ class Stack:
 
         counts     nodes of each row [B]; a row of 0 nodes takes no part, and its cache is left as it is
         parents_M  indices within the row, each before its child; -1: no parent; None: chains
-        positions  those of the cache, beyond which no node lies but those of a rider or a trail
-        x_MD       the rows, float32, where the layers start from these
+        positions  the capacity of the cache; only nodes of a rider or of trailing streams lie beyond it
+        x_MD       the initial rows, float32; None: the pass starts from tokens
         trailing   the nodes follow the newest committed token and see its sliding window, not one of their own
-        prompts    the length of the prompt of each row of which some is read [B]; empty: 0 (``Rope``)
-        own        S: each of a row's first count / (1 + S) nodes also sees S of those after them, in the same order
+        prompts    the length of the prompt of each row that has prompt tokens to read [B], else 0 (``Rope``); empty: 0
+        own        S: each of a row's first count / (1 + S) nodes also sees S of the later nodes, in the same order
         """
         lengths_B, starts = array("q", lengths), array("q", accumulate(counts, initial=0))
         nodes = starts[-1]
@@ -192,7 +192,7 @@ class Stack:
         assert x_MD is None or x_MD.shape == (nodes, self.config.hidden_size)
         rotations = self._rope.rotations(positions, prompts)
         table, cos, sin = self._pointers(rotations.table)
-        turns_B = None if rotations.starts_B is None else array("q", rotations.starts_B)
+        angles_B = None if rotations.starts_B is None else array("q", rotations.starts_B)
         step = native.RaggedBatch(
             len(lengths),
             nodes,
@@ -206,12 +206,12 @@ class Stack:
             starts.buffer_info()[0],
             lengths_B.buffer_info()[0],
             None if parents_M is None else address(parents_M),
-            None if turns_B is None else turns_B.buffer_info()[0],
+            None if angles_B is None else angles_B.buffer_info()[0],
         )
-        return StackStep(step, (lengths_B, starts, parents_M, turns_B, table, x_MD))
+        return StackStep(step, (lengths_B, starts, parents_M, angles_B, table, x_MD))
 
     def _pointers(self, table: Tensor) -> tuple[Tensor, int, int]:
-        """A rotation table [2, positions, dim], and where its cosines and sines begin."""
+        """A rotation table [2, positions, dim], and the addresses of its cosines and sines."""
         if table is not self._table[0]:
             assert table.dtype == torch.float32
             assert table[0].is_contiguous()
@@ -220,7 +220,7 @@ class Stack:
         return self._table
 
     def run(self, x_MD: Tensor, step: StackStep, cache: Cache, slot: int, low: int, high: int) -> None:
-        """Layers ``low`` to ``high`` - 1 of the target over the float32 rows of ``step``, in place.
+        """Run layers ``low`` to ``high`` - 1 of the target over the float32 rows of ``step``, in place.
 
         ``slot`` is the cache slot of the first row. Keys and values are written after the committed tokens.
         """
@@ -242,16 +242,18 @@ class Stack:
         tapped: int | None = None,
         prefill: Sequence[int] = (),
     ) -> tuple[Tensor, NDArray[np.int64] | None, Tensor | None]:
-        """A whole pass in one call: hidden states after the last norm [M, D] in the weights' type (none if only keys
-        and values are needed), the greedy tokens [M] if these are, and the float32 rows before layer ``tapped`` [M, D];
-        of all nodes but each row's first ``prefill`` ones, which are prompt tokens.
+        """Run a whole pass in one call.
+
+        Returns hidden states after the last norm [M, D] in the weights' type (empty if only keys and values are
+        needed), the greedy tokens [M] if these are needed, and the float32 rows before layer ``tapped`` [M, D]; all
+        without each row's first ``prefill`` nodes (``Inputs.prefill_B``).
         """
         assert self._ends is not None, "only a stack made by of_target runs whole passes"
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
         assert tokens_M.shape == (step.native.nodes,)
         assert slot + step.native.batch <= cache.keys.shape[1]
         nodes = len(tokens_M) - sum(prefill)
-        require(len(prefill) in (0, step.native.batch), "{} numbers of prompt tokens for each row", len(prefill))
+        require(len(prefill) in (0, step.native.batch), "{} counts of prompt tokens in a pass", len(prefill))
         hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.keys.dtype)
         chosen = np.empty(nodes, np.int64) if need == "tokens" else None
         seen = None if tapped is None else torch.empty((nodes, d), dtype=torch.float32)
@@ -265,7 +267,7 @@ class Stack:
         return hidden, chosen, seen
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """A norm of float32 rows [..., D], in the weights' type."""
+        """Normalise float32 rows [..., D], in the weights' type."""
         if norm not in self._norms:
             self._norms[norm] = norm_weight(norm).contiguous()
         return self.kernels.norm(x, self._norms[norm], norm.eps, norm.weight.dtype)
@@ -291,9 +293,9 @@ class NativeBackend(TorchBackend):
         self.kernels = stack.kernels
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
-        """A whole pass, whose rows are not padded; with a rider or several tapped layers it takes several calls."""
+        """Run a pass without padding its rows; a rider or several tapped layers take several calls."""
         inputs, cache, slots, taps, rider, need, sides = request
-        assert sides is None, "a target with LoRAs by row is not packed for the native kernels"
+        assert sides is None, "a target with LoRAs by row is not packed"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)
         prompts = cache.unread(slots) if network.rope().varies else ()
@@ -304,11 +306,11 @@ class NativeBackend(TorchBackend):
         hidden, tokens, seen = self.stack.through(
             inputs.tokens_M, step, cache, slots.start, need=need, tapped=tapped, prefill=inputs.prefill_B
         )
-        found = {} if seen is None or tapped is None else {tapped: seen}
-        return PassResult(inputs.returned_B, starts_of(inputs.returned_B), hidden, tokens, taps=found)
+        rows_before = {} if seen is None or tapped is None else {tapped: seen}
+        return PassResult(inputs.returned_B, starts_of(inputs.returned_B), hidden, tokens, taps=rows_before)
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
-        """Layers ``low`` to ``high`` - 1, in float32; see ``Backend``."""
+        """Run layers ``low`` to ``high`` - 1 in float32; see ``Backend``."""
         rows = x_BND.to(torch.float32, copy=True).contiguous().flatten(0, 1)
         lengths = run.cache.lengths[run.slots]
         parents_M = run.parents_BN.flatten().numpy()
@@ -340,7 +342,7 @@ class NativeBackend(TorchBackend):
         keys_N: NDArray[np.uint64],
         histories: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Sampled tokens, by the kernels where nothing truncates the distribution; see ``Backend``."""
+        """Sampled tokens, by the kernels if nothing truncates the distribution; see ``Backend``."""
         if params.whole and logits_NV.dtype == torch.float32:
             return self.stack.kernels.draw(logits_NV, max(params.temperature, MIN_TEMPERATURE), keys_N)
         return super().draw(logits_NV, params, keys_N, histories)
@@ -351,5 +353,5 @@ class NativeBackend(TorchBackend):
 
 
 def stack_of(backend: Backend) -> Stack | None:
-    """All layers of a target as the native kernels run them; None where another backend does."""
+    """The stack of all layers of a target; None if another backend runs them."""
     return backend.stack if isinstance(backend, NativeBackend) else None

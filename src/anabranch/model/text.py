@@ -1,4 +1,4 @@
-"""Apply a model's tokenizer and chat template, which come from files and may fail in any way."""
+"""Tokenizers and chat templates of models; they come from files, so any failure becomes an error of ours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEMPLATE_SECONDS = 10.0
 
 @contextmanager
 def foreign_errors(explain: Callable[[str], AnabranchError]) -> Iterator[None]:
-    """Turn any exception of another library into one of ours, which ``explain`` makes from its message.
+    """Turn any exception of another library into one of ours, made from its message by ``explain``.
 
     The Rust code of tokenizers raises Exception and, if it panics, a BaseException that it does not export.
     """
@@ -57,7 +57,7 @@ class _TimeOutError(Exception):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise an exception in the calling thread if its Python code runs for longer."""
+    """Raise an exception in the calling thread if the block's Python code takes longer."""
     lock, over, fired = threading.Lock(), False, False
     thread = ctypes.c_ulong(threading.get_ident())
 
@@ -90,14 +90,14 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def hidden_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids of tokens that have no text where special tokens are skipped."""
+    """The ids of special tokens, whose text is skipped."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     marked = (int(number) for number, token in added.items() if getattr(token, "special", False))
     return frozenset((*marked, *(getattr(tokenizer, "all_special_ids", None) or ())))
 
 
 def clean_up_of(tokenizer: Any) -> Callable[[str], str] | None:
-    """The function that removes spaces from decoded text, if the tokenizer's ``decode`` does; never for BPE."""
+    """The function with which the tokenizer's ``decode`` removes spaces; None if it does not, as for BPE."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return None
     core = getattr(tokenizer, "backend_tokenizer", None)
@@ -106,7 +106,7 @@ def clean_up_of(tokenizer: Any) -> Callable[[str], str] | None:
     return None if bpe and not forced else tokenizer.clean_up_tokenization
 
 
-BASE = "abcdef"  # text that a token follows; any will do
+BASE = "abcdef"  # any text for a token to follow
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -129,7 +129,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 def _decoder_kind(tokenizer: Any) -> str:
-    """How a tokenizer spells bytes: "ByteLevel", "ByteFallback", or "" where it does not."""
+    """The tokenizer's spelling of bytes: "ByteLevel", "ByteFallback", or "" for none."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
         return ""
@@ -162,8 +162,8 @@ class ChatTemplate:
     tools                   functions, or their JSON schemas
     documents               dictionaries with "title" and "text"
     chat_template           a template, or the name of one of the tokenizer's; None: its own
-    continue_final_message  whether the last message is the beginning of the answer; None: no
-    variables               whatever else the template reads, such as ``enable_thinking``
+    continue_final_message  the answer continues the last message; None: no
+    variables               other variables of the template, such as ``enable_thinking``
     """
 
     tools: Sequence[Any] | None = None
@@ -174,7 +174,7 @@ class ChatTemplate:
 
 
 def template_reads(tokenizer: Any, name: str, template: ChatTemplate) -> bool:
-    """Whether the chat template has a variable of this name; False without a template, or for one with errors."""
+    """True if the chat template reads a variable of this name; False without a template, or for one with errors."""
     from jinja2 import TemplateError
     from jinja2.meta import find_undeclared_variables
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -200,11 +200,7 @@ def render_chat(
     """
     given = template or ChatTemplate()
     resumes = given.continue_final_message or False
-    arguments: dict[str, Any] = {
-        "tools": given.tools,
-        "documents": given.documents,
-        "chat_template": given.chat_template,
-    }
+    arguments = {name: getattr(given, name) for name in ("tools", "documents", "chat_template")}
     arguments |= {"continue_final_message": resumes or None}
     arguments = {name: value for name, value in arguments.items() if value is not None} | dict(given.variables)
 

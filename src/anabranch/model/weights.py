@@ -40,7 +40,7 @@ __all__ = [
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Values per tensor in a fingerprint: enough to tell any two trained models apart, few enough for 10 ms per GB.
+# Values per tensor in a fingerprint: enough to distinguish trained models, few enough for 10 ms per GB.
 _SAMPLES = 4096
 # Masks and tables in older files, which the decoder computes itself.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -102,8 +102,8 @@ def load_safetensors_dir(folder: Path) -> SafetensorsDir:
         # a shard must not be outside the folder
         if Path(shard).name != shard or "\0" in shard or not path.is_file():
             raise FileError(f"{folder} lacks the shard {shard!r} that {_INDEX} lists; fetch or copy it again")
-        kinds.update(found := _kinds(path))
-        shards.update(dict.fromkeys(found, path))
+        kinds.update(stored := _kinds(path))
+        shards.update(dict.fromkeys(stored, path))
     missing = sorted(set(listed) - set(shards))
     if missing:
         raise FileError(f"the shards in {folder} lack {_some(missing)} that {_INDEX} lists; fetch or copy them again")
@@ -125,14 +125,14 @@ def _some(names: list[str]) -> str:
 
 
 def stored_dtype(config: ModelConfig, tensors: SafetensorsDir, stated: torch.dtype | None = None) -> torch.dtype:
-    """The type that the weights are stored in: float32, bfloat16 or float16.
+    """The type of the stored weights: float32, bfloat16 or float16.
 
-    Where they differ, it is the one ``stated`` in the config, or else one that has the values of all.
+    If they differ, it is the one ``stated`` in the config, or else float32.
     """
     _check_layers(config, tensors)  # before a decoder is built
     used = {name for parameter, _ in build_decoder(config).named_parameters() for name in _names(config, parameter)}
-    found = {_FLOATS[kind] for name, kind in tensors.kinds.items() if name in used and kind in _FLOATS}
-    kinds = {torch.float32 if kind == torch.float64 else kind for kind in found}
+    kinds = {_FLOATS[kind] for name, kind in tensors.kinds.items() if name in used and kind in _FLOATS}
+    kinds = {torch.float32 if kind == torch.float64 else kind for kind in kinds}
     if len(kinds) == 1:
         return kinds.pop()
     return torch.float32 if stated is None else stated
@@ -146,7 +146,7 @@ def _names(config: ModelConfig, parameter: str) -> set[str]:
 def build_decoder(
     config: ModelConfig, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A decoder without trained weights: on ``meta`` only shapes (no memory), elsewhere PyTorch's random ones."""
+    """A decoder without trained weights: on ``meta`` only shapes (no memory), else with PyTorch's initial values."""
     with torch.device(device):
         return Decoder(config).to(dtype).eval().requires_grad_(False)
 
@@ -161,11 +161,11 @@ def fill_decoder(
 ) -> tuple[Decoder, str]:
     """A decoder with the weights of ``tensors`` (Hugging Face names) in ``dtype`` on ``device``, and their fingerprint.
 
-    share  use tensors themselves where type, device and layout are those of the decoder; otherwise all are copied,
-           since tensors read from a file may be views that are valid only while it is open
+    share  do not copy tensors that have the decoder's type, device and layout; tensors read from a file must be copied,
+           since they may be views that are valid only while it is open
 
-    The decoder's config is ``config`` with ``tied_head`` as the tensors have it. The fingerprint is taken before the
-    cast to ``dtype``, so that it identifies the stored weights. Unused tensors are named in a ModelWarning.
+    ``tied_head`` of the decoder's config follows from the tensors. The fingerprint is taken before the cast to
+    ``dtype``, so that it identifies the stored weights. Unused tensors are named in a ModelWarning.
     """
     _check_layers(config, tensors)
     config = _with_head(config, tensors)
@@ -187,7 +187,7 @@ def fill_decoder(
 
 
 def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor) -> None:
-    """Raise NumericsError for weights that are not finite. Costs one read of a tensor that is still in the cache."""
+    """Raise NumericsError for weights that are not finite; reads a tensor that is still in the CPU's caches."""
     if is_finite(value):
         return
     named = _read_names(weight_source(config, name))
@@ -198,7 +198,7 @@ def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor)
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite: minimum and maximum propagate NaN, and one read finds both."""
+    """True if all values are finite. Minimum and maximum propagate NaN, and take a single read."""
     if values.numel() == 0 or not values.is_floating_point():
         return True
     low, high = torch.aminmax(values)
@@ -206,7 +206,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder of the shape of ``config`` with meaningless weights, for timing."""
+    """A decoder with arbitrary weights, for timing."""
     decoder = build_decoder(config, dtype=dtype)
     parameters = sorted(decoder.named_parameters())
     _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
@@ -232,7 +232,7 @@ def _put(decoder: Decoder, name: str, value: Tensor) -> None:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a weight. What is read may be an unaligned view of a file, valid only while the file is open."""
+    """Allocate a weight. Raises DeviceError."""
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
@@ -254,10 +254,10 @@ def _check_memory(needed: int, device: torch.device) -> None:
 def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Check the number of layers before any is built: a damaged config may ask for a million."""
     layer = re.compile(rf"(?:.*\.)?{re.escape(FAMILIES[config.family].layers)}\.(\d{{1,9}})\..*")
-    found = {int(match[1]) for name in tensors if (match := layer.fullmatch(name))}
-    if config.num_layers > len(found):
+    stored = {int(match[1]) for name in tensors if (match := layer.fullmatch(name))}
+    if config.num_layers > len(stored):
         raise ModelError(
-            f"the config has {config.num_layers} layers but the weights have {len(found)}; "
+            f"the config has {config.num_layers} layers but the weights have {len(stored)}; "
             "config.json and weights do not belong together or the copy is incomplete"
         )
 
@@ -287,9 +287,9 @@ def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters:
 
 
 def _with_head(config: ModelConfig, tensors: Mapping[str, Tensor]) -> ModelConfig:
-    """The config with an untied head where the tensors have one that differs from the embedding.
+    """The config with an untied head if the tensors have one that differs from the embedding.
 
-    So does transformers, which ties the two only if they are equal or one is missing, whatever the config says.
+    transformers too ignores the config and ties the two only if they are equal or one is missing.
     """
     if not config.tied_head:
         return config
@@ -301,7 +301,7 @@ def _with_head(config: ModelConfig, tensors: Mapping[str, Tensor]) -> ModelConfi
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two stored tensors have the same values; without a copy where their types are equal too."""
+    """True if two stored tensors have the same values; without a copy if their types are equal."""
     if one.shape != other.shape or not {one.dtype, other.dtype} <= set(_FLOATS.values()):
         return False
     if one.dtype == other.dtype:
@@ -312,7 +312,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _fetch(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str) -> dict[str, Tensor]:
     """The tensors of a parameter by their names in the file."""
-    found: dict[str, Tensor] = {}
+    fetched: dict[str, Tensor] = {}
     for names in weight_source(config, parameter).tensors:
         present = [name for name in names if name in tensors]
         if not present:
@@ -322,8 +322,8 @@ def _fetch(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str) -
             raise ModelError(f"{present[0]} is stored as {tensor.dtype}; use weights in float32, bfloat16 or float16")
         if other := [name for name in present[1:] if not _same(tensor, tensors[name])]:
             raise ModelError(f"the weights contain {present[0]} and {other[0]}, which differ; fetch the weights again")
-        found[present[0]] = tensor
-    return found
+        fetched[present[0]] = tensor
+    return fetched
 
 
 def assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str, shape: torch.Size) -> Tensor:
@@ -332,9 +332,9 @@ def assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str,
     Raises ModelError if tensors are missing or do not have this ``shape``.
     """
     layout = weight_source(config, parameter).layout
-    found = _fetch(config, tensors, parameter)
+    modules = _fetch(config, tensors, parameter)
     parts = []
-    for rows, (name, tensor) in zip(module_rows(config, len(found), shape[0]), found.items(), strict=True):
+    for rows, (name, tensor) in zip(module_rows(config, len(modules), shape[0]), modules.items(), strict=True):
         wanted = (rows, *shape[1:])
         stored = wanted[::-1] if layout == "transposed" else wanted
         if tensor.shape != stored:
@@ -361,9 +361,8 @@ def fingerprint(weights: Decoder | Path) -> str:
 
     It covers the config's shapes and 4096 evenly spaced values of every parameter in our layout, rounded to bfloat16.
     So it takes milliseconds, and is the same for a folder and for the decoder loaded from it in float32 or bfloat16 on
-    any device. It tells trained models apart but does not detect a single changed value. The fingerprint of a float16
-    decoder may differ from its folder's, where values underflow float16: ``fill_decoder`` therefore returns that of the
-    stored weights, which is ``Target.fingerprint``.
+    any device. It distinguishes trained models but does not detect a single changed value. A float16 decoder's may
+    differ from its folder's, since values may underflow: ``fill_decoder`` therefore returns that of the stored weights.
     """
     if isinstance(weights, Decoder):
         digest = _digest(weights.config)
@@ -381,17 +380,9 @@ def fingerprint(weights: Decoder | Path) -> str:
 
 def _digest(config: ModelConfig) -> hashlib._Hash:
     # an explicit list, so that a new field of ModelConfig does not invalidate every adapter
-    fields = (
-        config.family,
-        config.vocab_size,
-        config.hidden_size,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.tied_head,
-    )
+    c = config
+    heads = (c.num_heads, c.num_kv_heads, c.head_dim)
+    fields = (c.family, c.vocab_size, c.hidden_size, c.num_layers, *heads, c.intermediate_size, c.tied_head)
     return hashlib.sha256(repr(fields).encode())
 
 

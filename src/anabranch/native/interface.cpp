@@ -90,7 +90,7 @@ struct Move {
 constexpr int32_t LAYOUT[] = {
     sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, words),
     sizeof(Layer),  offsetof(Layer, values),      sizeof(Shape),       offsetof(Shape, head_stride),
-    sizeof(RaggedBatch), offsetof(RaggedBatch, turns), sizeof(Ends), offsetof(Ends, along),
+    sizeof(RaggedBatch), offsetof(RaggedBatch, turns), sizeof(Ends), offsetof(Ends, prefill),
     sizeof(Screen), offsetof(Screen, size),
 };
 

@@ -324,7 +324,7 @@ class Library:
 
         The cache is float32 if the weights are, else bf16. Either all weights of a layer are quantised or none. With
         ``ends`` the pass starts with tokens and ends with the last norm and, if requested, with tokens. ``tap``
-        receives the rows before layer ``tapped`` of these. ``prefill`` is the sum of those of ``ends``.
+        receives the rows before layer ``tapped`` of these. ``prefill`` is the sum of ``ends.prefill``.
         """
         require(len(layers) > 0, "a pass has no layers")
         if tap is not None:

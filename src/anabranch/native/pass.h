@@ -6,9 +6,9 @@
 
 namespace {
 
-// Layers over ``batch.x``, in place. With ``ends``, the pass starts with tokens and ends with the rows after the last norm
-// and the tokens that the head chooses, or with the keys and values of the last layer if nobody reads these rows. ``tap``
-// (or null) receives the rows [M, D] before layer ``tapped``. Nodes that are read ``along`` have no part in any of these.
+// Runs layers over ``batch.x``, in place. With ``ends``, the pass starts with tokens and ends with the rows after the last
+// norm and the tokens that the head chooses, or with the keys and values of the last layer if these rows are not needed.
+// ``tap`` (or null) receives the rows [M, D] before layer ``tapped``. All outputs are without the prefill nodes.
 template <class T>
 void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends* ends,
               float* tap, int tapped) {
@@ -19,11 +19,11 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
   plan_attention(runner, s, rows, plan);
   const bool to_end = ends == nullptr || ends->hidden != nullptr;
   const bool choosing = ends != nullptr && ends->chosen != nullptr;
-  const Tail* tail = ends == nullptr || ends->along == nullptr ? nullptr : &runner.tail;
+  const Tail* tail = ends == nullptr || ends->prefill == nullptr ? nullptr : &runner.tail;
   PassPlan last_plan = plan;
   Activations<T> last_rows = rows;
-  if (tail != nullptr) {  // the last layer is computed for its nodes only, and the keys and values of all before that
-    runner.tail.of(batch, ends->along);
+  if (tail != nullptr) {  // the last layer computes all keys and values, then the rest for the nodes of ``tail`` only
+    runner.tail.of(batch, ends->prefill);
     last_plan = plan_pass(tail->batch, runner.tail_plan);
     last_plan.x = runner.tail_x.of<float>(static_cast<int64_t>(last_plan.nodes) * s.d);
     last_rows = activations<T>(runner, s, layers, count, last_plan.nodes);

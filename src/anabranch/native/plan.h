@@ -63,9 +63,9 @@ struct Ends {
   const float* bias;
   Screen screen;    // of the head, which has no bias then
   int64_t* chosen;  // the index of the head's largest output [M], the first of equals; null: not needed
-  // How many nodes at the start of each batch row are read along [B]: a chain that continues its text, of which only keys and
-  // values are needed. ``hidden``, ``chosen`` and a tap then have rows for the other nodes only. Null: none are read along.
-  const int64_t* along;
+  // The number of prefill nodes at the start of each batch row [B]: a chain of prompt tokens, of which only keys and values are
+  // needed. ``hidden``, ``chosen`` and a tap then have rows for the other nodes only. Null: none.
+  const int64_t* prefill;
 };
 
 // a range of queries of one batch row and one kv head; a query is (node, head of the group)
@@ -90,22 +90,22 @@ struct PlanMemory {
   std::vector<AttentionTask> tasks;
 };
 
-// The nodes of a batch but for those that are read ``along``: a batch that follows these, and its nodes' places in the other.
+// A batch without its prefill nodes: the batch that follows them, and the indices of its nodes in the whole one.
 struct Tail {
   RaggedBatch batch;
   std::vector<int64_t> starts, lengths, parents;
   std::vector<int32_t> nodes;
 
-  void of(const RaggedBatch& whole, const int64_t* along) {
+  void of(const RaggedBatch& whole, const int64_t* prefill) {
     starts.assign(1, 0), lengths.clear(), parents.clear(), nodes.clear();
     for (int b = 0; b < whole.batch; ++b) {
-      for (int i = static_cast<int>(along[b]); i < whole.count(b); ++i) {
+      for (int i = static_cast<int>(prefill[b]); i < whole.count(b); ++i) {
         const int node = whole.start(b) + i;
-        parents.push_back((whole.parents == nullptr ? i - 1 : whole.parents[node]) - along[b]);
+        parents.push_back((whole.parents == nullptr ? i - 1 : whole.parents[node]) - prefill[b]);
         nodes.push_back(node);
       }
       starts.push_back(static_cast<int64_t>(nodes.size()));
-      lengths.push_back(whole.lengths[b] + along[b]);
+      lengths.push_back(whole.lengths[b] + prefill[b]);
     }
     batch = whole;
     batch.nodes = static_cast<int32_t>(nodes.size());
@@ -266,17 +266,17 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends)
     for (int i = 0; i < batch.nodes; ++i)
       require(in_range(ends.tokens[i], 0, ends.embedding.words - 1), "a token is not in the vocabulary");
   }
-  if (ends.along != nullptr) {
-    require(ends.hidden != nullptr && batch.trailing == 0 && batch.own == 0, "a pass of another kind reads along");
+  if (ends.prefill != nullptr) {
+    require(ends.hidden != nullptr && batch.trailing == 0 && batch.own == 0, "a pass of another kind has prefill nodes");
     int64_t all = 0;
-    for (int b = 0; b < batch.batch; all += ends.along[b++]) {
-      require(in_range(ends.along[b], 0, batch.count(b)), "a row reads more nodes along than it has");
+    for (int b = 0; b < batch.batch; all += ends.prefill[b++]) {
+      require(in_range(ends.prefill[b], 0, batch.count(b)), "a row has more prefill nodes than nodes");
       for (int i = 0; batch.parents != nullptr && i < batch.count(b); ++i) {
         const int64_t parent = batch.parents[batch.start(b) + i];
-        require(i < ends.along[b] ? parent == i - 1 : parent >= ends.along[b] - 1, "nodes that are read along are no chain");
+        require(i < ends.prefill[b] ? parent == i - 1 : parent >= ends.prefill[b] - 1, "prefill nodes are not a chain");
       }
     }
-    require(all < batch.nodes, "a pass that reads along has no other nodes");
+    require(all < batch.nodes, "a pass has prefill nodes only");
   }
   if (ends.chosen == nullptr) return;
   check(ends.head);

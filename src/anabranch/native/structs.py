@@ -71,7 +71,7 @@ class RaggedBatch(ctypes.Structure):
 class Ends(ctypes.Structure):
     """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses.
 
-    prefill  how many nodes at the start of each batch row are prompt tokens, for which nothing is returned
+    prefill  the number of prompt tokens at the start of each batch row; the outputs are without them
     """
 
     _fields_ = (

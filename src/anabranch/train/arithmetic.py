@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from anabranch.model.decoder import Decoder
-from anabranch.model.int8_training import multiply_in_int8
-from anabranch.model.nf4 import quantize_to_nf4
+from anabranch.model.training_formats import multiply_in_int8, quantize_to_nf4
 
 __all__ = ["ARITHMETIC", "chosen_dtype", "learner_of"]
 

@@ -16,8 +16,8 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.model.decoder import Decoder
-from anabranch.model.int8_training import multiply_in_int8
 from anabranch.model.quantize import GROUP, QuantizedWeight
+from anabranch.model.training_formats import multiply_in_int8
 from anabranch.train.trainer import Trainer
 from small import RICH, prompt, small, small_adapter
 
