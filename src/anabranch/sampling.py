@@ -45,9 +45,9 @@ __all__ = [
 ]
 
 BLOCK = 256  # vocabulary entries: inverse_cdf first sums blocks of them, to keep its float64 prefix sums short
-NUCLEUS = 256  # candidates that top-p tries before it sorts the whole vocabulary
+NUCLEUS = 256  # the most probable tokens that top-p looks at before it sorts the whole vocabulary
 SPAN = 4096  # positions whose keys are computed together; 32 KiB
-MIN_TEMPERATURE = 1e-30  # lower ones are raised to it: they would overflow float32 without changing the result
+MIN_TEMPERATURE = 1e-30  # lower temperatures are raised to it: they would overflow float32, for the same result
 WORD = 2**64 - 1
 GOLDEN, MASK = 0x9E3779B9, 2**32 - 1
 HALF, SHIFTS = np.uint64(MASK), (np.uint64(0), np.uint64(32))
@@ -164,9 +164,9 @@ def target_tokens(
 
 
 def _sampled_of_few(logits_NV: Tensor, keys_N: NDArray[np.uint64]) -> Tensor:
-    """``argmax(logits + gumbels)``, computing the noise of those tokens only that are not cut off.
+    """``argmax(logits + gumbels)`` with noise only for tokens that are not cut off.
 
-    Noise takes 1.5 ms a row for 49,152 tokens, more than all else, and a nucleus has a few hundred.
+    Noise for 49,152 tokens takes 1.5 ms a row, more than all else, and a nucleus has a few hundred.
     """
     rows_C, tokens_C = (logits_NV != -math.inf).nonzero(as_tuple=True)
     low_N, high_N = halves(keys_N)
@@ -308,7 +308,7 @@ def _keep_nucleus(logits_NV: Tensor, top_p: float) -> None:
 
 
 def _weakest_of_large_nucleus(probs_V: Tensor, top_p: float) -> Tensor:
-    """The least probability in the nucleus of one row, sorted only as far as necessary."""
+    """The lowest probability in the nucleus of one row, sorted only as far as necessary."""
     few = min(8 * NUCLEUS, len(probs_V))
     top_W = probs_V.topk(few).values
     if few < len(probs_V) and float(top_W.sum(dtype=torch.float64)) < top_p:
@@ -331,8 +331,8 @@ def argmax(logits_NV: Tensor) -> Tensor:
     largest_NM = logits_NMW.amax(dim=-1)
     block_N = largest_NM.argmax(dim=-1)
     rows_N = torch.arange(len(logits_NMW), device=block_N.device)
-    found_N = block_N * BLOCK + logits_NMW[rows_N, block_N].argmax(dim=-1)
-    return torch.where(largest_NM[rows_N, block_N].isfinite(), found_N, -1)
+    best_N = block_N * BLOCK + logits_NMW[rows_N, block_N].argmax(dim=-1)
+    return torch.where(largest_NM[rows_N, block_N].isfinite(), best_N, -1)
 
 
 def _blocks(values_NV: Tensor, filler: float) -> Tensor:
@@ -344,7 +344,7 @@ def _blocks(values_NV: Tensor, filler: float) -> Tensor:
 
 
 def _first_above(weights_NM: Tensor, aim_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the cumulative sum of each row first exceeds its aim, and what is left of the aim there."""
+    """Return the index at which each row's cumulative sum first exceeds its aim, and the rest of the aim before it."""
     sums_NM = weights_NM.cumsum(dim=-1)
     positive_NM = weights_NM > 0  # a parallel scan may round up at an entry of weight 0
     beyond_NM = positive_NM & (sums_NM > aim_N[:, None])

@@ -9,9 +9,9 @@
 Node 0 is the root: the last committed token, not yet in the cache. ``parents[i] < i``, so a single scan from left
 to right visits every parent before its children. Mask, depths and children all follow from ``parents``.
 
-A tree carries ``draft_probs`` only if every child was *sampled* from them. Any operation that removes, merges or
-reorders nodes drops them, even if it left every node in place: whether it does may depend on the sampled tokens,
-and the *rejection* rule is exact only on average over all of them (see ``verify``).
+A tree carries ``draft_probs`` only if every child was *sampled* from them. Every operation that can remove, merge or
+reorder nodes drops them, even if it happens to leave all nodes in place: that may depend on the sampled tokens, and the
+*rejection* rule is exact only on average over all of them (see ``verify``).
 
 Legend: N tree nodes, V vocabulary.
 """
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 __all__ = ["DraftTree", "depths_of", "mask_of"]
 
-# Log probability assumed for each token of a drafter that gives none.
-UNKNOWN_LOG_PROB = math.log(0.5)
+UNKNOWN_LOG_PROB = math.log(0.5)  # of each token of a drafter that gives none
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 
@@ -42,7 +41,7 @@ class DraftTree:
     parents      [N] int64, parents[0] = -1 and parents[i] < i
     draft_probs  [N, V] or None; row i is the distribution q that the children of node i were sampled from, in
                  sibling order. Rows of leaves are never read; rows after the last parent may be missing
-    replacement  whether siblings were sampled with replacement
+    replacement  siblings were sampled with replacement
     sources      [N] label of the drafter that proposed each node; "target" for the root
     log_probs    [N] float32 or None: the drafter's joint log probability of the path to each node, 0 at the root
     """
@@ -87,18 +86,10 @@ class DraftTree:
         *,
         replacement: bool = True,
     ) -> DraftTree:
-        """Return what the constructor returns, without its checks: every step makes a few trees, and many are known to
-        be trees since they were cut from one or built by the kernels.
-        """
+        """Construct a tree without checks, for arrays that were cut from a tree or built by the kernels."""
         made = object.__new__(DraftTree)
-        made.__dict__.update(
-            tokens=tokens,
-            parents=parents,
-            draft_probs=None,
-            replacement=replacement,
-            sources=sources,
-            log_probs=log_probs,
-        )
+        made.__dict__.update(tokens=tokens, parents=parents, draft_probs=None, replacement=replacement)
+        made.__dict__.update(sources=sources, log_probs=log_probs)
         return made
 
     @staticmethod
@@ -283,7 +274,7 @@ class DraftTree:
         )
 
     def _first(self, count: int) -> DraftTree:
-        """``select(range(count))``, faster: at every step it is what most drafts are cut to."""
+        """``select(range(count))``, faster: most drafts are cut in this way at every step."""
         if count == self.size and self.draft_probs is None:
             return self
         log_probs = None if self.log_probs is None else self.log_probs[:count]
@@ -309,7 +300,7 @@ class DraftTree:
         return self.select(sorted(best))
 
     def beside(self, other: DraftTree) -> DraftTree:
-        """Return both trees below their one root: the nodes of ``other`` follow this tree's, and nothing is merged.
+        """Return both trees below their common root: the nodes of ``other`` follow this tree's, without merging.
 
         9 +-- 1 beside 9 +-- 1 -- 2 is 9 (0) +-- 1 (1), 9 (0) +-- 1 (2) -- 2 (3): parents -1 0 0 2.
         """
@@ -364,7 +355,7 @@ def depths_of(parents_N: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def mask_of(parents_N: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N, N] attention mask: whether node j is node i or one of its ancestors."""
+    """[N, N] attention mask: True if node j is node i or one of its ancestors."""
     # Each row is a bit set in one Python integer, so it costs a single "or" at any depth.
     rows: list[int] = []
     for node, parent in enumerate(parents_N.tolist()):

@@ -1,7 +1,7 @@
-"""Verification: which path of a draft tree the target accepts. There are two rules, both exact where they apply.
+"""Verification: the path of a draft tree that the target accepts, by one of two rules.
 
-*Matching* samples the target's own token at each node and continues while a child carries that token. The tree decides
-only how many tokens a step emits, never which ones, so matching is exact for any tree, sampled or greedy.
+*Matching* samples the target's own token at each node and continues while a child carries that token. The tree affects
+only the number of tokens that a step emits, so matching is exact for any tree, sampled or greedy.
 
 *Rejection* (Leviathan et al. 2023, algorithm 1; SpecInfer for several children) accepts a child x with probability
 min(1, p(x) / q(x)), and otherwise continues with the residual norm(max(0, p - q)). It accepts more than matching when

@@ -11,7 +11,7 @@ __all__ = ["card"]
 
 
 def card(record: dict[str, Any]) -> str:
-    """Markdown with a model card's front matter: what it is, data and licences, recipe, measurements, how to load.
+    """Write a model card in Markdown: description, how to load, data and licences, recipe, measurements.
 
     Raises AdapterError for a record of an unknown method or with a malformed config.
     """
@@ -79,7 +79,7 @@ def _measured(measured: dict[str, Any]) -> list[str]:
 def _rows(prefix: str, measured: dict[str, Any]) -> list[str]:
     lines = []
     for key, value in measured.items():
-        name = key or "unnamed"  # a source, as in the table of the data
+        name = key or "unnamed"  # a source of data without a name
         if isinstance(value, dict):
             lines += _rows(f"{prefix}{name}: ", value)
         else:

@@ -1,11 +1,11 @@
-"""The adapter folder: what training writes and users share. One format for all methods.
+"""The adapter folder, which training writes and users share. One format for all methods.
 
     FOLDER/adapter_config.json     method, config, target, recipe, measurements, and the SHA-256 of the weights
     FOLDER/adapter.safetensors     the weights
     FOLDER/README.md               a card for people, written from the config
 
-An adapter belongs to one target: its fingerprint is stored and checked. Files are written beside and moved into
-place, the config last; a crash between the two moves leaves a config whose SHA-256 does not fit, which is refused.
+An adapter belongs to one target: its fingerprint is stored and checked. Files are written to temporary names and
+renamed, the config last; a crash in between leaves a config with a wrong SHA-256, which is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target, base_name
-from anabranch.model.weights import is_finite
+from anabranch.model.weights import UNREADABLE, dtype_name, is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, shown
 
@@ -53,7 +52,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """Which target an adapter belongs to. ``shape`` are the sizes that its weights follow from.
+    """The target that an adapter belongs to. ``shape`` has the sizes that determine its weights.
 
     lora  the name of the LoRA that was merged into it; empty: none
     """
@@ -66,7 +65,7 @@ class TargetIdentity:
 
     @staticmethod
     def of(target: Target, name: str | None = None) -> TargetIdentity:
-        """Of a loaded target; a folder or file is named by its last part, so that no path of a machine is stored."""
+        """The identity of a loaded target; of a path only the last part is stored."""
         shape, lora = _shape(target.config), "" if target.lora is None else target.lora.name
         return TargetIdentity(name or base_name(target), target.fingerprint, target.config.family, shape, lora)
 
@@ -92,9 +91,9 @@ def save_adapter(
 ) -> dict[str, Any]:
     """Write the folder and return its record.
 
-    training  what it was made from: "command", "data" (a list of {"source", "examples", "licence"}), "options", ...
-    measured  what it reaches: "mean acceptance length" by tree and whatever else, JSON values
-    dtype     of the stored weights; the draft vocabulary is stored as int32, and not at all where it is the whole
+    training  "command", "data" (a list of {"source", "examples", "licence"}), "options", ...
+    measured  measurements as JSON values: "mean acceptance length" by tree, ...
+    dtype     of the stored weights; the draft vocabulary is stored as int32, or omitted if it is the target's
 
     Raises FileError if the folder cannot be written.
     """
@@ -113,7 +112,7 @@ def save_adapter(
         "config": module.config.to_dict(),
         "parameters": module.num_parameters(),
         "draft_vocabulary": len(module.vocabulary),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "bytes": len(weights),
         "sha256": hashlib.sha256(weights).hexdigest(),
         "training": training,
@@ -131,11 +130,11 @@ def save_adapter(
 def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     """Load an adapter for ``target``: in its type, on its device, frozen.
 
-    If the target's main rows attend to rows of the adapter, these become part of the target from here on
-    (``Decoder.rider``), for plain decoding and all drafters.
+    If the target's main rows attend to rows of the adapter, these become part of the target (``Decoder.rider``), for
+    plain decoding and all drafters.
 
-    Raises AdapterError where a file is missing, truncated or tampered with, where the tensors are not those that the
-    config describes, where the method is not known, and where the adapter was trained for other weights.
+    Raises AdapterError if a file is missing, truncated or tampered with, if the tensors do not fit the config, if the
+    method is not known, and if the adapter was trained for other weights.
     """
     record = read_record(folder)
     belongs = record["target"]
@@ -161,7 +160,7 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
         if not is_finite(value):
             why = "that are not finite numbers; copy or train the adapter again"
             if is_finite(tensors[name]):
-                why = f"that {str(value.dtype).removeprefix('torch.')} cannot hold; use bfloat16 or float32"
+                why = f"that {dtype_name(value.dtype)} cannot hold; use bfloat16 or float32"
             raise AdapterError(f"{folder / WEIGHTS} has values in {name} {why}")
     rider = trained.rider(target.decoder, module)
     if rider is not None:
@@ -170,24 +169,24 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
 
 
 def find_adapters(target: Target, folders: Sequence[Path] = ()) -> tuple[LoadedAdapter, ...]:
-    """The adapters in ``folders``, and of every other method the one that ships for this target, if there is one.
+    """Load the adapters in ``folders``, and for every other method the one that ships for this target, if any.
 
-    Raises AdapterError as ``load_adapter`` does, and InputError where two folders hold adapters of one method.
+    Raises AdapterError as ``load_adapter`` does, and InputError if two folders hold adapters of one method.
     """
-    found: dict[str, tuple[Path, LoadedAdapter]] = {}
+    adapters: dict[str, tuple[Path, LoadedAdapter]] = {}
     for folder in folders:
         loaded = load_adapter(folder, target)
         name = loaded.method.name
-        if name in found:
+        if name in adapters:
             raise InputError(
-                f"{found[name][0]} and {folder} both hold an adapter for the method {name!r}; give one per method"
+                f"{adapters[name][0]} and {folder} both hold an adapter for the method {name!r}; give one per method"
             )
-        found[name] = folder, loaded
+        adapters[name] = folder, loaded
     for path in shipped():
         record = read_record(path)
-        if record["target"]["fingerprint"] == target.fingerprint and record["method"] not in found:
-            found[record["method"]] = path, load_adapter(path, target)
-    return tuple(loaded for _, loaded in found.values())
+        if record["target"]["fingerprint"] == target.fingerprint and record["method"] not in adapters:
+            adapters[record["method"]] = path, load_adapter(path, target)
+    return tuple(loaded for _, loaded in adapters.values())
 
 
 def shipped() -> list[Path]:
@@ -196,20 +195,20 @@ def shipped() -> list[Path]:
 
 
 def _check_tensors(folder: Path, module: TrainedModule, tensors: dict[str, Tensor]) -> None:
-    """Raise AdapterError unless ``tensors`` have the names and shapes of ``module`` and are of a type for weights."""
+    """Raise AdapterError unless ``tensors`` have the names and shapes of ``module`` and dtypes of weights."""
     wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in tensors.items()}
-    if wanted != found:
-        name = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))[0]
+    stored = {name: tuple(value.shape) for name, value in tensors.items()}
+    if wanted != stored:
+        name = sorted(name for name in {*wanted, *stored} if wanted.get(name) != stored.get(name))[0]
         named = name if name.isprintable() else ascii(name)
         raise AdapterError(
-            f"{folder / WEIGHTS} has {named} with the shape {found.get(name)} where {CONFIG} asks for "
+            f"{folder / WEIGHTS} has {named} with the shape {stored.get(name)} where {CONFIG} asks for "
             f"{wanted.get(name)}; copy or train the adapter again"
         )
     for name, value in tensors.items():
         if name != "vocabulary" and value.dtype not in _FLOATS:
             raise AdapterError(
-                f"{folder / WEIGHTS} stores {name} as {str(value.dtype).removeprefix('torch.')}, and an adapter has "
+                f"{folder / WEIGHTS} stores {name} as {dtype_name(value.dtype)}, and an adapter has "
                 "weights in float32, bfloat16 or float16; copy or train the adapter again"
             )
 
@@ -228,7 +227,7 @@ def _read_weights(folder: Path, sha256: str) -> dict[str, Tensor]:
         )
     try:
         tensors: dict[str, Tensor] = load(data)
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise AdapterError(
             f"{path} is no safetensors file ({one_line(error)}); copy or train the adapter again"
         ) from error
@@ -236,18 +235,18 @@ def _read_weights(folder: Path, sha256: str) -> dict[str, Tensor]:
 
 
 def _vocabulary(folder: Path, tensors: dict[str, Tensor], vocab_size: int, record: dict[str, Any]) -> Tensor:
-    """The draft vocabulary [Vd], int64; put in its place among ``tensors``."""
+    """The draft vocabulary [Vd], int64, which is also put into ``tensors``."""
     stored = tensors.get("vocabulary")
     if stored is not None and stored.dtype not in (torch.int32, torch.int64):
         raise AdapterError(
-            f"{folder / WEIGHTS} stores the draft vocabulary as {str(stored.dtype).removeprefix('torch.')}, not as "
-            "int32; copy or train the adapter again"
+            f"{folder / WEIGHTS} stores the draft vocabulary as {dtype_name(stored.dtype)}, not as int32; copy or "
+            "train the adapter again"
         )
-    # files of all versions say how many tokens they draft; a whole vocabulary is not stored
-    stated, found = record.get("draft_vocabulary"), vocab_size if stored is None else stored.numel()
-    if stated is not None and (not is_whole(stated) or stated != found):
+    # the config states its size; the target's whole vocabulary is not stored
+    stated, size = record.get("draft_vocabulary"), vocab_size if stored is None else stored.numel()
+    if stated is not None and (not is_whole(stated) or stated != size):
         raise AdapterError(
-            f"{CONFIG} in {folder} names a draft vocabulary of {shown(stated)} tokens, and {WEIGHTS} has {found}; "
+            f"{CONFIG} in {folder} names a draft vocabulary of {shown(stated)} tokens, and {WEIGHTS} has {size}; "
             "copy or train the adapter again"
         )
     ids = torch.arange(vocab_size) if stored is None else stored.long()

@@ -1,6 +1,6 @@
-"""The record of an adapter folder (adapter_config.json): read, checked, and brought to the current version.
+"""The record of an adapter folder (adapter_config.json): read, checked, and converted to the current version.
 
-Version 2 says which method the adapter is for and holds the config of the method's module:
+Version 2 names the adapter's method and holds the config of the method's module:
 
     {"format": "anabranch adapter", "version": 2, "method": NAME, "config": {...}, "target": {...}, "sha256": ..., ...}
 
@@ -25,21 +25,14 @@ __all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "predicted_length", "read
 PACKAGE = "anabranch"
 FORMAT, VERSION = f"{PACKAGE} adapter", 2
 CONFIG = "adapter_config.json"
-# a record is of no use without these; the card and ``anabranch info`` read them too
-_FIELDS: dict[str, type] = {
-    "method": str,
-    "target": dict,
-    "config": dict,
-    "sha256": str,
-    "training": dict,
-    "measured": dict,
-}
+# required fields
+_FIELDS = {"method": str, "target": dict, "config": dict, "sha256": str, "training": dict, "measured": dict}
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of an adapter folder in the form of the current version, without the weights.
+    """Read the record of an adapter folder, in the form of the current version.
 
-    Raises AdapterError where the folder or its config is missing, malformed, or of a newer format.
+    Raises AdapterError if the folder or its config is missing, malformed, or of a newer format.
     """
     path = folder / CONFIG
     if not folder.is_dir():
@@ -80,20 +73,20 @@ def _converted(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def title_of(target: dict[str, Any]) -> str:
-    """The name of an adapter's target, from the record, with that of the LoRA merged into it if there is one."""
+    """The name of an adapter's target in its record, with the LoRA merged into it, if any."""
     lora = target.get("lora")
     return f"{target['name']} with the LoRA {shown(lora)}" if lora else str(target["name"])
 
 
 def predicted_length(record: dict[str, Any]) -> float | None:
-    """The mean acceptance length with trees of 16 nodes that training predicted; None if the record does not say."""
+    """The predicted mean acceptance length with trees of 16 nodes, from training; None if it is not recorded."""
     lengths = record.get("measured", {}).get("predicted mean acceptance length")
-    found = lengths.get("16 nodes") if isinstance(lengths, dict) else None
-    return float(found) if isinstance(found, int | float) and 1 < found < 100 else None
+    length = lengths.get("16 nodes") if isinstance(lengths, dict) else None
+    return float(length) if isinstance(length, int | float) and 1 < length < 100 else None
 
 
 def method_of(record: dict[str, Any]) -> tuple[Method, Trained]:
-    """The method that a record is for, and its trained part. Raises AdapterError for one that is not known here."""
+    """The method of a record, and its trained part. Raises AdapterError for an unknown method."""
     known = {method.name: (method, method.trained) for method in methods() if method.trained is not None}
     if record["method"] not in known:
         raise AdapterError(

@@ -1,9 +1,8 @@
 """The cost of a draft on top of the target's own pass: parameters, arithmetic, memory traffic (ACL figures 8 and 9).
 
-All costs are counted from modules of the methods' shapes on the meta device (``drafting.counting``). A *draft* is what
-a method proposes between two verifications. Registered methods count their own; methods that the papers compare with
-and that are not implemented here are counted below. docs/theory.md compares the counts with the papers' tables and
-lists what the papers leave unspecified.
+All costs are counted from modules of the methods' shapes on the meta device (``drafting.counting``), for the draft
+between two verifications. Registered methods count their own; other methods that the papers compare with are counted
+below. docs/theory.md compares the counts with the papers' tables and lists the papers' unspecified details.
 
 h width, v vocabulary, L context length.
 """
@@ -34,60 +33,28 @@ __all__ = ["MODELS", "cost", "costs", "counted_methods", "target"]
 Count = Callable[[Decoder, DraftShape], DraftCost]
 
 
-def _llama(h: int, layers: int, heads: int, inner: int, v: int = 32_000, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": h,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": inner,
-        "vocab_size": v,
-        "max_position_embeddings": 4096,
-        **more,
-    }
+def _model(family: str, h: int, layers: int, heads: int, inner: int, v: int, positions: int = 4096, **more: Any) -> Any:
+    sizes = {"hidden_size": h, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": v}
+    inner_size = {"ffn_dim" if family == "opt" else "intermediate_size": inner}
+    return {"model_type": family, **sizes, **inner_size, "max_position_embeddings": positions, **more}
 
 
-def _opt(h: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "opt",
-        "hidden_size": h,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "ffn_dim": 4 * h,
-        "vocab_size": 50_272,
-        "max_position_embeddings": 2048,
-    }
-
-
-# the published configs, reduced to what determines shapes
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+# the fields of published configs that determine shapes
 MODELS: dict[str, dict[str, Any]] = {
-    "OPT-125m": _opt(768, 12, 12),
-    "OPT-1.3b": _opt(2048, 24, 32),
-    "OPT-6.7b": _opt(4096, 32, 32),
-    "Phi-1.3b": {
-        "model_type": "phi",
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "intermediate_size": 8192,
-        "vocab_size": 51_200,
-        "max_position_embeddings": 2048,
-    },
-    "Phi-3": _llama(3072, 32, 32, 8192, 32_064, model_type="phi3"),
-    "SmolLM2-135M": _llama(
-        576, 30, 9, 1536, 49_152, num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=8192
-    ),
-    "Llama-68m": _llama(768, 2, 12, 3072),
-    "Llama-2-7B": _llama(4096, 32, 32, 11_008),
-    "Llama-2-13B": _llama(5120, 40, 40, 13_824),
-    "Vicuna-33B": _llama(6656, 60, 52, 17_920),
-    "Qwen2.5-0.5B": _llama(
-        896, 24, 14, 4864, 151_936, model_type="qwen2", num_key_value_heads=2, tie_word_embeddings=True
-    ),
-    "Qwen2.5-1.5B": _llama(
-        1536, 28, 12, 8960, 151_936, model_type="qwen2", num_key_value_heads=2, tie_word_embeddings=True
-    ),
-    "Mistral-7B": _llama(4096, 32, 32, 14_336, model_type="mistral", num_key_value_heads=8),
+    "OPT-125m": _model("opt", 768, 12, 12, 3072, 50_272, 2048),
+    "OPT-1.3b": _model("opt", 2048, 24, 32, 8192, 50_272, 2048),
+    "OPT-6.7b": _model("opt", 4096, 32, 32, 16_384, 50_272, 2048),
+    "Phi-1.3b": _model("phi", 2048, 24, 32, 8192, 51_200, 2048),
+    "Phi-3": _model("phi3", 3072, 32, 32, 8192, 32_064),
+    "SmolLM2-135M": _model("llama", 576, 30, 9, 1536, 49_152, 8192, num_key_value_heads=3, **_TIED),
+    "Llama-68m": _model("llama", 768, 2, 12, 3072, 32_000),
+    "Llama-2-7B": _model("llama", 4096, 32, 32, 11_008, 32_000),
+    "Llama-2-13B": _model("llama", 5120, 40, 40, 13_824, 32_000),
+    "Vicuna-33B": _model("llama", 6656, 60, 52, 17_920, 32_000),
+    "Qwen2.5-0.5B": _model("qwen2", 896, 24, 14, 4864, 151_936, num_key_value_heads=2, **_TIED),
+    "Qwen2.5-1.5B": _model("qwen2", 1536, 28, 12, 8960, 151_936, num_key_value_heads=2, **_TIED),
+    "Mistral-7B": _model("mistral", 4096, 32, 32, 14_336, 32_000, num_key_value_heads=8),
 }
 
 
@@ -99,7 +66,7 @@ def target(name: str) -> Decoder:
 
 
 def counted_methods() -> tuple[str, ...]:
-    """The methods whose drafts can be counted: the papers', then those of the registry."""
+    """The methods whose drafts can be counted: the papers', then the registered ones."""
     return tuple(_counts())
 
 
@@ -111,12 +78,12 @@ def cost(method: str, name: str, shape: DraftShape | None = None) -> DraftCost:
 def costs(name: str, shape: DraftShape | None = None, *, methods: Iterable[str] | None = None) -> dict[str, DraftCost]:
     """The costs of several methods (None: all) for one target. Raises InputError for an unknown name."""
     shape, known = shape or DraftShape(), _counts()
-    asked = tuple(known if methods is None else methods)
-    if unknown := [method for method in asked if method not in known]:
+    names = tuple(known if methods is None else methods)
+    if unknown := [method for method in names if method not in known]:
         raise InputError(f"there is no method {unknown[0]!r} here; methods are {', '.join(known)}")
     decoder = target(name)
     with torch.device("meta"):
-        return {method: known[method](decoder, shape) for method in asked}
+        return {method: known[method](decoder, shape) for method in names}
 
 
 # -- the papers' methods ---------------------------------------------------------------------------------------------
@@ -137,7 +104,7 @@ def _lookahead(decoder: Decoder, s: DraftShape) -> DraftCost:
 
 
 def _counts() -> dict[str, Count]:
-    found: dict[str, Count] = {"draft model": _draft_model, "lookahead": _lookahead}
+    counts: dict[str, Count] = {"draft model": _draft_model, "lookahead": _lookahead}
     for method in registered():
-        found |= method.counts
-    return found
+        counts |= method.counts
+    return counts

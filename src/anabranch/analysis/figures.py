@@ -55,7 +55,10 @@ def write_figures(folder: Path, *, model: str = "Llama-2-13B", force: bool = Fal
     pages: dict[str, tuple[Table, Draw]] = {
         "streaming_speedup": (_streaming(), _draw_streaming),
         "t5": (_t5(), _draw_t5),
-        "overhead": ([_overhead(name, found) for name, found in counted.items()], _draw_overhead),
+        "overhead": (
+            [{"method": n, "parameters": c.parameters, "bytes_read": c.read} for n, c in counted.items()],
+            _draw_overhead,
+        ),
         "operations": ([{"method": n, "operations": c.operations} for n, c in counted.items()], _draw_operations),
     }
     written = []
@@ -85,30 +88,18 @@ def _streaming() -> Table:
 
 
 def _t5() -> Table:
+    names = ("task", "draft", "temperature", "gamma", "alpha", "c")
     return [
-        {
-            "task": row.task,
-            "draft": row.draft,
-            "temperature": row.temperature,
-            "gamma": row.gamma,
-            "alpha": row.alpha,
-            "c": row.c,
-            "predicted": round(row.predicted, 4),
-            "measured": row.speedup,
-        }
+        {name: getattr(row, name) for name in names} | {"predicted": round(row.predicted, 4), "measured": row.speedup}
         for row in T5
     ]
 
 
 def _counted(model: str) -> dict[str, DraftCost]:
     """Every method, and again with its rows riding on ``RIDING`` nodes if that changes its cost."""
-    found, riding = costs(model), costs(model, DraftShape(nodes=RIDING))
-    more = {f"{name}, riding on {RIDING} nodes": riding[name] for name in found if riding[name] != found[name]}
-    return found | more
-
-
-def _overhead(name: str, found: DraftCost) -> dict[str, Any]:
-    return {"method": name, "parameters": found.parameters, "bytes_read": found.read}
+    plain, riding = costs(model), costs(model, DraftShape(nodes=RIDING))
+    more = {f"{name}, riding on {RIDING} nodes": riding[name] for name in plain if riding[name] != plain[name]}
+    return plain | more
 
 
 def _csv(table: Table) -> str:
@@ -131,7 +122,7 @@ def _draw_streaming(figure: Figure, table: Table) -> None:
             label=f"target / draft latency {ratio}",
         )
     axes.axhline(1, color=GREY, linewidth=1, linestyle="--")
-    axes.set_xlabel("tokens per target pass, draft model / Speculative Streaming (ζ / β)")
+    axes.set_xlabel("mean acceptance length, draft model / Speculative Streaming (ζ / β)")
     axes.set_ylabel("speedup of Speculative Streaming over a draft model")
     axes.set_title(f"Speculative Streaming against a draft model, gamma = {GAMMA}")
     plots.grid(axes)

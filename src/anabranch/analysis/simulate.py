@@ -13,9 +13,9 @@ itself, assuming that positions in between are like the recorded ones; the *floo
 draft in between is rejected. For uncut drafts both equal the statistics of the decoding.
 
 The best n nodes of a best-first tree are the best-first tree of n nodes, so cutting nodes equals drafting fewer.
-``Ranking`` replays drafters that choose the verified nodes at every step: it corrects the recorded probabilities by
-what was accepted (``drafting.beliefs``), as decoding does. Cutting depth, children or a source of a tree that a budget
-limited leaves fewer nodes than drafting that way; ``Prediction.filled`` tells how often the budget was reached.
+``Ranking`` replays drafters that choose the verified nodes at every step: it calibrates the recorded probabilities by
+acceptance (``drafting.beliefs``), as decoding does. If a budget limited the recorded tree, cutting its depth, children
+or a source leaves fewer nodes than drafting that way; ``Prediction.filled`` is the share of steps that reached it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Price = Callable[[int], "float | None"]  # milliseconds of a step by the nodes t
 
 @dataclass(frozen=True)
 class Cut:
-    """How to cut a recorded draft; the defaults leave it unchanged.
+    """Limits that cut a recorded draft; the defaults leave it unchanged.
 
     nodes      keep at most this many nodes, the most probable ones, counting the root
     depth      maximum depth
@@ -96,11 +96,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Choose the nodes to verify by their corrected probabilities, as decoding does for one sequence.
+    """Choose the nodes to verify by their calibrated probabilities, as decoding does for one sequence.
 
     nodes  maximum number of nodes of a tree, counting the root
     ms     [nodes] milliseconds of a step that verifies 1, 2, ... nodes: the number of nodes with the most expected
-           tokens per millisecond is verified (``speculation.best_count``); None: always ``nodes``
+           tokens per millisecond is verified; None: always ``nodes``
     """
 
     nodes: int
@@ -108,11 +108,11 @@ class Ranking:
 
     def __call__(self, tree: DraftTree, beliefs: Beliefs) -> DraftTree:
         """The chosen nodes of a drafted tree."""
-        found = beliefs(tree)
+        calibrated = beliefs(tree)
         count = self.nodes
         if self.ms is not None:
-            count = best_count(sorted(found[1:], reverse=True)[: self.nodes - 1], self.ms)
-        return best_nodes(tree, found, count)
+            count = best_count(sorted(calibrated[1:], reverse=True)[: self.nodes - 1], self.ms)
+        return best_nodes(tree, calibrated, count)
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ class Latency:
         """Medians by number of verified nodes, for those with ``least`` steps or more; None if nothing was verified."""
         if trace.every_position:
             return None
-        found: dict[int, list[float]] = {}
+        timed: dict[int, list[float]] = {}
         for record in trace:
-            found.setdefault(record.tree.size, []).append(1e3 * record.timings.total)
-        table = sorted((width, float(np.median(ms))) for width, ms in found.items() if len(ms) >= least)
+            timed.setdefault(record.tree.size, []).append(1e3 * record.timings.total)
+        table = sorted((width, float(np.median(ms))) for width, ms in timed.items() if len(ms) >= least)
         return Latency(tuple(w for w, _ in table), tuple(ms for _, ms in table)) if table else None
 
     def __call__(self, width: int) -> float | None:
@@ -177,7 +177,7 @@ class Prediction:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per step."""
+        """Emitted tokens per step, including the target's own."""
         return self.tokens / max(1, self.steps)
 
     @property
@@ -187,13 +187,13 @@ class Prediction:
 
     @property
     def filled(self) -> float | None:
-        """See above; None if no budget was requested."""
+        """The share of drafted steps that reached the budget; None without a budget."""
         return None if self.cut.nodes is None else self.full / max(1, self.drafted_steps)
 
     @property
     def alpha(self) -> float | None:
         """Leviathan et al.'s acceptance rate, fitted to the accepted counts; None without drafts."""
-        drafted = [(found, depth) for found, depth in self.depths if depth]
+        drafted = [(accepted, depth) for accepted, depth in self.depths if depth]
         return fitted_acceptance_rate(*zip(*drafted, strict=True)) if drafted else None
 
     def acceptance_by_depth(self) -> list[float]:
@@ -254,17 +254,17 @@ def simulate(trace: Trace, cut: Cut | None = None, *, latency: Price | None = No
         )
     if trace.every_position:
         return replay(trace.rows(), cut, latency=latency)
-    found, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
+    mean, floor = Prediction(cut, ms=None if latency is None else 0.0), Prediction(cut)
     between = False
     for row in trace.rows():
         for tree, path, emitted in _each(row, cut):
-            found.add(tree, path, emitted, latency)
+            mean.add(tree, path, emitted, latency)
         for record, tree, path, emitted in _walk(row, cut, None):
             floor.add(tree, path, emitted, None)
             between = between or record is None
     if between:
-        found.floor = floor.mean_acceptance_length
-    return found
+        mean.floor = floor.mean_acceptance_length
+    return mean
 
 
 def replay(
@@ -275,12 +275,12 @@ def replay(
     ranking: Ranking | None = None,
 ) -> Prediction:
     """Replay sequences recorded at every position with cut drafts, of which ``ranking`` chooses the verified nodes."""
-    found = Prediction(cut or Cut(), ms=None if latency is None else 0.0)
+    prediction = Prediction(cut or Cut(), ms=None if latency is None else 0.0)
     for row in rows:
-        for record, tree, path, emitted in _walk(row, found.cut, ranking):
+        for record, tree, path, emitted in _walk(row, prediction.cut, ranking):
             assert record is not None, "every position was recorded"
-            found.add(tree, path, emitted, latency)
-    return found
+            prediction.add(tree, path, emitted, latency)
+    return prediction
 
 
 def merged(rows: Sequence[TraceRow], cuts: Sequence[Cut]) -> TraceRow:
@@ -294,8 +294,8 @@ def merged(rows: Sequence[TraceRow], cuts: Sequence[Cut]) -> TraceRow:
 
 def overlap(trace: Trace) -> float | None:
     """alpha as the mean of sum_x min(p(x), q(x)) over all *rejection* trials; None if p and q were not recorded."""
-    found = [value for record in trace if record.judged is not None for value in record.judged.overlap]
-    return float(np.mean(found)) if found else None
+    overlaps = [value for record in trace if record.judged is not None for value in record.judged.overlap]
+    return float(np.mean(overlaps)) if overlaps else None
 
 
 def _walk(

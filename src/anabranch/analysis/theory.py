@@ -4,7 +4,7 @@ alpha  acceptance rate: the probability that a drafted token is accepted, assume
 gamma  tokens drafted per step
 c      cost coefficient: seconds of one draft-model pass / seconds of one target pass
 
-All formulas assume independent acceptances; ``docs/theory.md`` discusses where that fails.
+All formulas assume independent acceptances; ``docs/theory.md`` discusses this assumption.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens per step, including the target's own next token (eq. 1): (1 - alpha^(gamma+1)) / (1 - alpha)."""
+    """Mean acceptance length (eq. 1): (1 - alpha^(gamma+1)) / (1 - alpha)."""
     _check(alpha, gamma)
     return float(sum(alpha**i for i in range(gamma + 1)))  # the same sum, without 0 / 0 at alpha = 1
 
@@ -62,7 +62,7 @@ def optimal_gamma(alpha: float, c: float, *, most: int | None = None) -> int:
 
 
 def pays(alpha: float, c: float) -> bool:
-    """Whether any gamma makes decoding faster (corollary 3.9): alpha > c."""
+    """True if some gamma makes decoding faster (corollary 3.9): alpha > c."""
     _check(alpha, 0, c)
     return alpha > c
 
@@ -114,7 +114,7 @@ def fitted_acceptance_rate(accepted: ArrayLike, depths: ArrayLike) -> float:
 def parity(gamma: int, target_over_draft: float, streaming_over_target: float = 1.0) -> float:
     """The ratio zeta / beta at which a draft model and Speculative Streaming are equally fast (ACL eq. 10).
 
-    zeta, beta             tokens per target pass with the draft model, and with Speculative Streaming
+    zeta, beta             mean acceptance length with the draft model, and with Speculative Streaming
     gamma                  draft-model passes per step
     target_over_draft      C_target / C_draft
     streaming_over_target  C_ss / C_target, nearly 1 if decoding is memory-bound
@@ -175,7 +175,7 @@ def _check(alpha: float, gamma: int, c: float = 0.0) -> None:
 
 
 def _distributions(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.asarray(values, np.float64)
-    if found.ndim == 0 or found.size == 0 or (found < 0).any() or not np.allclose(found.sum(-1), 1, atol=1e-4):
+    probs: NDArray[np.float64] = np.asarray(values, np.float64)
+    if probs.ndim == 0 or probs.size == 0 or (probs < 0).any() or not np.allclose(probs.sum(-1), 1, atol=1e-4):
         raise InputError(f"{name} must contain distributions: rows of probabilities that sum to 1")
-    return found
+    return probs

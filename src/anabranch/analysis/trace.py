@@ -8,10 +8,10 @@
 A trace contains token ids and no text. There are three ways to record one:
 
 as it decodes    ``writer.add(step)`` for every step of an engine
-with p and q     the engine's drafter is ``writer.watch(drafter, target)``: the probabilities that *rejection* compared
-                 are recorded too
+with p and q     with the engine's drafter ``writer.watch(drafter, target)``, to record the probabilities that
+                 *rejection* compared
 every position   the same with ``TraceWriter(..., every_position=True)``: drafts are recorded at every position of the
-                 text but not verified. It is as slow as plain decoding, but smaller drafts can then be replayed exactly
+                 text but not verified. This is as slow as plain decoding, but allows exact replays of smaller drafts
                  (``simulate``)
 """
 
@@ -126,7 +126,7 @@ class Trace:
     every_position: bool
 
     def __iter__(self) -> Iterator[TraceRecord]:
-        """The records as written. Skips an incomplete last line with a warning; FileError for other bad lines."""
+        """The records in order. Skips an incomplete last line with a warning; FileError for other bad lines."""
         sources = ["target"]
         for number, line in read_lines(self.path):
             if number == 1:
@@ -145,15 +145,7 @@ class Trace:
                     sources.append(str(fields["source"]))
                     continue
                 record = _record(fields, sources)
-            except (
-                AssertionError,
-                ArithmeticError,
-                AttributeError,
-                IndexError,
-                KeyError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise FileError(f"line {number} of {self.path} is not a step; record the trace again") from error
             yield record
 
@@ -163,10 +155,10 @@ class Trace:
 
     def rows(self) -> list[TraceRow]:
         """The recorded sequences, in the order in which they started."""
-        found: dict[int, list[TraceRecord]] = {}
+        rows: dict[int, list[TraceRecord]] = {}
         for record in self:
-            found.setdefault(record.row, []).append(record)
-        return [TraceRow(tuple(records)) for records in found.values()]
+            rows.setdefault(record.row, []).append(record)
+        return [TraceRow(tuple(records)) for records in rows.values()]
 
 
 def read_trace(path: Path) -> Trace:
@@ -189,7 +181,7 @@ def read_trace(path: Path) -> Trace:
 class TraceWriter:
     """Writes a trace, flushed after every step; also a context manager.
 
-    settings        how it was recorded, as JSON values for the first line
+    settings        settings of the recording, as JSON values for the first line
     rule            the verification rule
     every_position  record drafts without verifying them; the engine's drafter must be a ``watch``ed one
 
@@ -225,7 +217,7 @@ class TraceWriter:
 
     def add(self, step: Step, kept: int | None = None) -> None:
         """Append a step, of which only ``kept`` tokens were emitted if a stop string cut it."""
-        seen = next((found for w in self._watched if (found := w.take(step.row)) is not None), None)
+        seen = next((kept for w in self._watched if (kept := w.take(step.row)) is not None), None)
         tree, judged, max_depth = (step.tree, None, None) if seen is None else seen
         for source in tree.sources:
             if source not in self._sources:
@@ -280,7 +272,7 @@ class _Seen(NamedTuple):
 
 
 class Watched:
-    """Keeps what a trace records of a drafter besides the steps; ``drafter`` is a copy that reports here."""
+    """Keeps a drafter's trees and probabilities for a trace; ``drafter`` is a copy that reports here."""
 
     def __init__(self, drafter: Drafter, target: Decoder | None = None, *, every_position: bool = False) -> None:
         drafter = drafter.drafters[0] if isinstance(drafter, ChoiceDrafter) else drafter
@@ -313,27 +305,27 @@ class Watched:
         return [DraftTree.root(row.root) for row in rows]
 
     def _observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Keep what was drafted and compared, and let the drafter observe."""
+        """Keep drafts and probabilities, and let the drafter observe."""
         for row, slot, tree, verdict in zip(rows, seen.slots, seen.trees, seen.verdicts, strict=True):
-            found = _Seen(tree, None, None)
+            kept = _Seen(tree, None, None)
             if self.every_position:
-                found = self._drafted.pop(row)
+                kept = self._drafted.pop(row)
             elif self.target is not None and row.rule == "rejection" and tree.draft_probs is not None:
                 logits_NV = self.target.logits(seen.result.hidden_MD[seen.result.nodes(slot)])
-                found = _Seen(tree, _judge(tree, verdict, logits_NV, row.sampling), None)
-            self._seen.setdefault(row.id, deque()).append(found)
+                kept = _Seen(tree, _judge(tree, verdict, logits_NV, row.sampling), None)
+            self._seen.setdefault(row.id, deque()).append(kept)
         budget = self.drafter.max_nodes if self.every_position else seen.budget
         self._kind.observe(self.drafter, rows, seen._replace(budget=budget))
 
     def take(self, row: int) -> _Seen | None:
-        """Remove and return what was kept of a row's oldest step; None if the row is not watched."""
+        """Remove and return the record of a row's oldest step; None if the row is not watched."""
         waiting = self._seen.get(row)
         if not waiting:
             return None
-        found = waiting.popleft()
+        oldest = waiting.popleft()
         if not waiting:
             del self._seen[row]
-        return found
+        return oldest
 
 
 def child_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
@@ -342,10 +334,10 @@ def child_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
     9 (0) +-- 1 (1: -0.7)    child_ranks(tree, (0, 1)) is (1,): its sibling is more probable
           +-- 2 (2: -0.5)
     """
-    beliefs = np.zeros(tree.size) if tree.log_probs is None else tree.log_probs
+    log_probs = np.zeros(tree.size) if tree.log_probs is None else tree.log_probs
     ranks = []
     for parent, node in pairwise(path):
-        siblings = sorted(tree.children(parent), key=lambda child: -beliefs[child])
+        siblings = sorted(tree.children(parent), key=lambda child: -log_probs[child])
         ranks.append(siblings.index(node))
     return tuple(ranks)
 
@@ -366,12 +358,12 @@ def _number(value: float) -> float | None:
 
 def _record(fields: Mapping[str, Any], sources: Sequence[str]) -> TraceRecord:
     """Parse a step written by ``TraceWriter``. Other records raise ValueError, TypeError, KeyError and the like."""
-    beliefs = fields.get("log_probs")
+    given = fields.get("log_probs")
     tree = DraftTree(
         np.asarray(_wholes(fields["tokens"]), np.int64),
         np.asarray(_wholes(fields["parents"], -1), np.int64),
         sources=tuple(sources[source] for source in _wholes(fields["sources"])),
-        log_probs=None if beliefs is None else np.asarray([-math.inf if x is None else x for x in beliefs], np.float32),
+        log_probs=None if given is None else np.asarray([-math.inf if x is None else x for x in given], np.float32),
     )
     path = tuple(_wholes(fields["path"]))
     if path[0] != 0 or any(tree.parents[child] != parent for parent, child in pairwise(path)):

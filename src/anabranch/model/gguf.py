@@ -29,6 +29,7 @@ from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.families import FAMILIES
 from anabranch.model.gguf_config import ATTENTION, MLP, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
+from anabranch.model.weights import dtype_name
 from anabranch.support.log import warn
 
 __all__ = ["GGUFContents", "GGUFTensors", "read_gguf", "unpermute_rotary"]
@@ -154,7 +155,7 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
         warn(f"{path} has {', '.join(unused[:5])}{more}, not used here", ModelWarning, stacklevel=2)
     native = _stored_dtype(stored)
     dtype = native if dtype is None else dtype
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = dtype_name(dtype)
     return GGUFContents(config, GGUFTensors(loaders, dtype), tokenizer, native)
 
 

@@ -9,6 +9,7 @@ import torch
 from anabranch.errors import PerformanceWarning
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import QuantizedLinear
+from anabranch.model.weights import dtype_name
 from anabranch.native import library as native
 from anabranch.native.build import Shortfall
 from anabranch.support.log import warn
@@ -58,7 +59,7 @@ def near_ties(target: Decoder) -> str:
     use = kernels_of(target)
     if use.name != "torch":
         return use.why if target.rider is not None and not target.rider.native else ""
-    kind = str(target.dtype).removeprefix("torch.")
+    kind = dtype_name(target.dtype)
     why = f" ({use.why})" if use.why else ""
     return (
         f"PyTorch runs this model{why}, so in {kind} a near-tie of two tokens may fall otherwise with drafts than "
@@ -92,7 +93,7 @@ def _lacking(target: Decoder) -> Shortfall | None:
     if target.device.type != "cpu":
         return Shortfall(f"the native kernels are for CPUs, not {target.device.type}", accepted=True)
     if target.dtype not in (torch.bfloat16, torch.float32):
-        dtype = str(target.dtype).removeprefix("torch.")
+        dtype = dtype_name(target.dtype)
         return Shortfall(f"the native kernels take bfloat16 and float32, not {dtype}", "load it in bfloat16")
     if isinstance(target.head, QuantizedLinear) and target.dtype != torch.bfloat16:
         return Shortfall("the native kernels run quantised weights beside bfloat16 only", "load it in bfloat16")

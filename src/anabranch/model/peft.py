@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from anabranch.errors import AdapterError, FileError, one_line
 from anabranch.model.config import NEEDS, ModelConfig, needed
 from anabranch.model.lora import Lora, Place, Term, places
-from anabranch.model.weights import is_finite
+from anabranch.model.weights import UNREADABLE, check_trained
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_number, is_whole, read_json, shown
 
@@ -36,8 +35,6 @@ T = TypeVar("T")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _AGAIN = "save or copy the LoRA again"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_UNREADABLE = (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError)
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # the fields of adapter_config.json that are read here, and those that do not change what PEFT computes
 _READ = {
@@ -276,7 +273,8 @@ def read_lora(folder: Path, config: ModelConfig) -> Lora:
                 f"{folder / WEIGHTS} has {_name(name)}, and of a {config.family} model only LoRA of {_kinds(known)} is "
                 "read; merge it with peft's merge_and_unload and load the result"
             )
-        sides.setdefault(module, {})[match["side"]] = _value(folder, name, value)
+        check_trained(name, value, folder / WEIGHTS, _AGAIN)
+        sides.setdefault(module, {})[match["side"]] = value.float()
         named[module] = match["module"]
     chosen = {module: settings.selects(name) for module, name in named.items()}
     selected = [module for module in known if chosen[module] or (chosen[module] is None and module in sides)]
@@ -306,18 +304,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         raise AdapterError(f"the folder {folder} has no {WEIGHTS}; its copy is incomplete")
     try:
         tensors: dict[str, Tensor] = load_file(path)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise AdapterError(f"{path} is truncated or not a safetensors file ({one_line(error)}); {_AGAIN}") from error
     return tensors
-
-
-def _value(folder: Path, name: str, value: Tensor) -> Tensor:
-    if value.dtype not in _FLOATS:
-        kind = str(value.dtype).removeprefix("torch.")
-        raise AdapterError(f"{folder / WEIGHTS} stores {name} as {kind}; use float32, bfloat16 or float16")
-    if not is_finite(value):
-        raise AdapterError(f"{folder / WEIGHTS} has values in {name} that are not finite numbers; {_AGAIN}")
-    return value.float()
 
 
 def _term(folder: Path, settings: PeftSettings, module: str, place: Place, sides: Mapping[str, Tensor]) -> Term:

@@ -51,8 +51,8 @@ class Rope:
     The frequencies of two variants (dynamic, longrope) depend on the length of the text. As in transformers with a KV
     cache, the rotation of a token is fixed when it is read: tokens of a prompt are rotated for the length of the
     prompt, a later token for its own position + 1. So a rotation depends on the token's position and on the length of
-    the prompt, but not on how decoding is stepped. If the config ``rereads``, a text that outgrows the original length is
-    read again as a whole, like a prompt.
+    the prompt, but not on how decoding is stepped. If the config ``rereads``, a text that outgrows the original length
+    is read again as a whole, like a prompt.
     """
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from anabranch.errors import DeviceError, FileError, ModelError, ModelWarning, NumericsError, one_line
+from anabranch.errors import AdapterError, DeviceError, FileError, ModelError, ModelWarning, NumericsError, one_line
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
@@ -27,9 +27,12 @@ from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import free_memory
 
 __all__ = [
+    "UNREADABLE",
     "SafetensorsDir",
     "assemble",
     "build_decoder",
+    "check_trained",
+    "dtype_name",
     "fill_decoder",
     "fingerprint",
     "is_finite",
@@ -44,8 +47,11 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAMPLES = 4096
 # Masks and tables in older files, which the decoder computes itself.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-# Errors of safetensors for unreadable headers and for types that torch lacks.
-_UNREADABLE = (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
+# Errors of safetensors and torch for unreadable files, and for types that torch lacks.
+UNREADABLE = (
+    *(SafetensorError, OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError),
+    *(OverflowError, EOFError),
+)
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -63,7 +69,7 @@ class SafetensorsDir(Mapping[str, Tensor]):
             # opened for each tensor: pages that were read stay resident as long as the file is mapped
             with safe_open(path, framework="pt", device="cpu") as file:
                 tensor: Tensor = file.get_tensor(name)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise _broken(path, error) from error
         return tensor
 
@@ -115,7 +121,7 @@ def _kinds(path: Path) -> dict[str, str]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_slice(name).get_dtype() for name in list(file.keys())}
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise _broken(path, error) from error
 
 
@@ -192,7 +198,7 @@ def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor)
         return
     named = _read_names(weight_source(config, name))
     if is_finite(stored):
-        kind = str(value.dtype).removeprefix("torch.")
+        kind = dtype_name(value.dtype)
         raise NumericsError(f"{named} has values out of the range of {kind}; load the model in bfloat16 or float32")
     raise NumericsError(f"{named} has values that are not finite numbers (NaN or infinity); fetch the weights again")
 
@@ -203,6 +209,21 @@ def is_finite(values: Tensor) -> bool:
         return True
     low, high = torch.aminmax(values)
     return math.isfinite(float(low)) and math.isfinite(float(high))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_trained(name: str, value: Tensor, where: object, advice: str) -> None:
+    """Raise AdapterError unless a trained tensor of the file ``where`` is finite in float32, bfloat16 or float16."""
+    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise AdapterError(
+            f"{where} stores {name} as {dtype_name(value.dtype)}; use weights in float32, bfloat16 or float16"
+        )
+    if not is_finite(value):
+        raise AdapterError(f"{where} has values in {name} that are not finite numbers; {advice}")
 
 
 def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:

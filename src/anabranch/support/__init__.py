@@ -1,1 +1,1 @@
-"""What every room may need and none is about: files, strict JSON, signals, memory, the processor, threads, plots."""
+"""Helpers for all rooms: files, strict JSON, signals, memory, the processor, threads, plots."""

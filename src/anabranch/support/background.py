@@ -22,14 +22,14 @@ THREADS = 32  # maximum number of concurrent calls
 
 
 class Worker:
-    """Threads that start with the first calls and use as many CPU threads as the thread that created the first."""
+    """Threads that start with the first calls; each uses as many CPU threads as the thread that made the first call."""
 
     def __init__(self) -> None:
         self.after_fork()
         renewed_after_fork(self)
 
     def after_fork(self) -> None:
-        """Begin without threads; those of the parent do not exist in a child."""
+        """Drop the threads, which do not exist in a child process."""
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 

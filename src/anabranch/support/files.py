@@ -34,7 +34,7 @@ _PATH = re.compile(
 
 
 def cache_home() -> Path:
-    """The folder for everything kept between runs: ``$ANABRANCH_HOME``, or the user's cache directory."""
+    """The folder of files kept between runs: ``$ANABRANCH_HOME``, or the user's cache directory."""
     if chosen := os.environ.get("ANABRANCH_HOME"):
         return Path(chosen).expanduser()
     return Path(user_cache_dir("anabranch", appauthor=False))
@@ -60,8 +60,8 @@ def without_folders(text: str) -> str:
     'a=rest:data=a,b,nodes=8+draft_model:model="c,d"'
     """
 
-    def last(found: re.Match[str]) -> str:
-        return Path(found[0]).name if Path(found[0]).is_absolute() else found[0]
+    def last(match: re.Match[str]) -> str:
+        return Path(match[0]).name if Path(match[0]).is_absolute() else match[0]
 
     return last(whole) if (whole := re.fullmatch("/.*", text, re.DOTALL)) else _PATH.sub(last, text)
 
@@ -102,7 +102,7 @@ def check_folder(folder: Path, what: str, instead: str) -> None:
 
 
 def check_writable(out: Path, what: str = "results", option: str = "--out") -> None:
-    """Check that a file can be written without touching it. ``what`` and ``option`` are for the message.
+    """Check that a file can be written, without touching it; ``what`` and ``option`` are for the message.
 
     Raises FileError.
     """

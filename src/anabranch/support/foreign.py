@@ -13,7 +13,7 @@ CONFIG = "adapter_config.json"  # the name is PEFT's and ours
 
 
 def peft_advice(folder: Path | str, record: Any) -> str | None:
-    """What to do with a PEFT folder, given the contents of its adapter_config.json; None if it is not one."""
+    """Advice on a PEFT folder, given the contents of its adapter_config.json; None if it is not one."""
     if not isinstance(record, Mapping) or "peft_type" not in record:
         return None
     base = record.get("base_model_name_or_path")
@@ -28,7 +28,7 @@ def peft_advice(folder: Path | str, record: Any) -> str | None:
 
 
 def why_no_model(folder: Path, name: str) -> str | None:
-    """Why a folder without config.json is not a model, if that is known; ``name`` is the user's name for it."""
+    """The reason why a folder without config.json is not a model, if known; ``name`` is the user's name for it."""
     try:
         record = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

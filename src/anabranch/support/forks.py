@@ -17,7 +17,7 @@ SOFT = 1  # omp_pause_soft: settings of OpenMP are kept
 
 
 class Renewed(Protocol):
-    """Something with threads or locks."""
+    """An object with threads or locks."""
 
     def after_fork(self) -> None:
         """Replace threads and locks, in the child."""
@@ -28,7 +28,7 @@ _renewed: WeakSet[Renewed] = WeakSet()
 
 
 def renewed_after_fork(each: R) -> R:
-    """Call its ``after_fork`` in forked child processes; returns it."""
+    """Call the object's ``after_fork`` in forked child processes; returns the object."""
     _renewed.add(each)
     return each
 

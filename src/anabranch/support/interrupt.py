@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: both stop a run in the same orderly way, and not while state is inconsistent."""
+"""Ctrl-C and SIGTERM: both end a run with cleanup, and not while state is inconsistent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received. A KeyboardInterrupt, so that it is cleaned up after like Ctrl-C."""
+    """Raised on SIGTERM; a KeyboardInterrupt, so that cleanup is that of Ctrl-C."""
 
 
 @contextmanager

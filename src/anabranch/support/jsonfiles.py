@@ -39,7 +39,7 @@ __all__ = [
 LARGEST = 1 << 28  # maximum bytes of a file that is read at once, and characters of a line
 INT64 = 1 << 63
 GZIP = b"\x1f\x8b"
-# files that are no text in UTF-8, by their first bytes
+# kinds of files that are not UTF-8 text, by their first bytes
 KINDS = {
     b"\xff\xfe": "in UTF-16",
     b"\xfe\xff": "in UTF-16",
@@ -59,12 +59,12 @@ TABLES = {".csv": ",", ".tsv": "\t"}
 
 
 def is_whole(value: Any, low: int = -INT64, high: int = INT64 - 1) -> bool:
-    """Whether a JSON value is an integer between ``low`` and ``high``; true and false are not."""
+    """True if a JSON value is an integer between ``low`` and ``high``, and not true or false."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Whether a JSON value is a finite number between ``low`` and ``high``; true and false are not."""
+    """True if a JSON value is a finite number between ``low`` and ``high``, and not true or false."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:
@@ -136,12 +136,12 @@ def read_text(path: Path, advice: str, *, error: type[FileError] = FileError) ->
 
 def read_json(path: Path, advice: str, *, error: type[FileError] = FileError) -> dict[str, Any]:
     """Read a file with a JSON object. Raises ``error``, with ``advice`` as the end of the message."""
-    found: dict[str, Any] = parse_object(read_text(path, advice, error=error), str(path), advice, error=error)
-    return found
+    value: dict[str, Any] = parse_object(read_text(path, advice, error=error), str(path), advice, error=error)
+    return value
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
-    """Open a text file in UTF-8, gzipped or not as its first bytes say. Raises FileError for any other kind of file."""
+    """Open a UTF-8 text file, gzipped or not. Raises FileError for any other kind of file, by its first bytes."""
     with path.open("rb") as file:
         packed = file.read(2) == GZIP
     opened: Any = (gzip.open if packed else open)(path, "rb")
@@ -205,7 +205,7 @@ def read_whole(path: Path) -> str:
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file holds rows (``read_rows``) rather than text: by its name, or as its beginning is JSON.
+    """True if a file holds rows (``read_rows``) rather than text: by its name, or if it begins with JSON objects.
 
     Raises FileError.
     """
@@ -261,8 +261,8 @@ def rows_made(path: Path, make: Callable[[int, dict[str, Any]], T]) -> list[T]:
 
 
 def _suffix(path: Path) -> str:
-    """The last suffix of a file's name in lower case, ``.gz`` apart."""
-    return next((found for suffix in reversed(path.suffixes) if (found := suffix.lower()) != ".gz"), "")
+    """The last suffix of a file's name in lower case, without ``.gz``."""
+    return next((suffix.lower() for suffix in reversed(path.suffixes) if suffix.lower() != ".gz"), "")
 
 
 def _array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

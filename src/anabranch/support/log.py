@@ -19,7 +19,7 @@ NOTICE = "anabranch_notice"  # attribute of the records of notices
 
 
 def notice(sentence: str) -> None:
-    """Log, before it begins, something that takes seconds."""
+    """Log the start of something that takes seconds."""
     LOGGER.info(sentence, extra={NOTICE: True})
 
 

@@ -1,4 +1,4 @@
-"""Memory: how much is free, zeroed pages, file-backed tensors, glibc's thresholds, what is returned to the system."""
+"""Memory: free bytes, zeroed pages, file-backed tensors, glibc's thresholds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ImportError:  # not on Windows
 
 __all__ = ["OffHeap", "free_memory", "give_back", "keep_memory", "zeroed"]
 
-SMALLEST, LARGEST = 1 << 20, 1 << 28  # bytes of a file that tensors share: each has twice those of the one before it
+SMALLEST, LARGEST = 1 << 20, 1 << 28  # bytes of a file that tensors share; each is twice as large as the one before
 ALIGNED = 64
 CPU = torch.device("cpu")
 PAGE = 2**21  # bytes of a large page
@@ -37,7 +37,7 @@ class OffHeap:
     """CPU tensors in unnamed memory-mapped files in ``folder``, for as long as any of them lives.
 
     Long-lived tensors of a training then do not fragment the heap, and the system can page them out if memory is short.
-    A mapping holds a file descriptor, of which a process often has 1,024, so many tensors share one.
+    Many tensors share a mapping, since each needs a file descriptor and a process often has 1,024.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,17 +88,17 @@ def keep_memory() -> bool:
 
 
 def free_memory(device: torch.device = CPU, *, root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still use on ``device``; None where the system does not say.
+    """Bytes that this process may still use on ``device``; None if the system does not say.
 
-    On a CPU the least of: what the machine has available, swap included; what the control groups of the process leave
-    of their limits; and what its own limits leave. ``root`` is where /proc and /sys lie.
+    On a CPU this is the minimum of the machine's available memory, swap included, and of the bytes that remain under
+    the limits of the process's control groups and of the process. ``root`` is the folder of proc and sys.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
-    found = [*_of_machine(root), *_of_groups(root), *_of_process(root)]
-    return max(0, min(found)) if found else None
+    limits = [*_of_machine(root), *_of_groups(root), *_of_process(root)]
+    return max(0, min(limits)) if limits else None
 
 
 def _of_machine(root: Path) -> Iterator[int]:
@@ -120,7 +120,7 @@ def _of_process(root: Path) -> Iterator[int]:
 def _of_groups(root: Path) -> Iterator[int]:
     """Remaining bytes under the limits of the process's control groups (v1 or v2) and their parents.
 
-    Pages of files that were not used lately are dropped when memory runs short, so they count as free.
+    Inactive pages of files are dropped when memory runs short, so they count as free.
     """
     for folder, limits, usage, inactive in _groups(root):
         used, stat = _number(folder / usage), _counts(folder / "memory.stat")
@@ -164,7 +164,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _counts(path: Path) -> dict[str, int]:
-    """The lines of a file that are a name and a number."""
+    """The numbers of a file by name, from its lines that are a name and a number."""
     fields = (line.split() for line in _lines(path))
     return {line[0]: int(line[1]) for line in fields if len(line) > 1 and line[1].isdecimal()}
 
@@ -176,7 +176,7 @@ def _number(path: Path) -> int | None:
 
 
 def zeroed(size: int) -> Tensor:
-    """``size`` zero bytes on the CPU, which take memory as they are first touched, if possible in large pages.
+    """``size`` zero bytes on the CPU, allocated on first use and in large pages if possible.
 
     Raises OutOfMemoryError.
     """

@@ -1,4 +1,4 @@
-"""PyTorch with its own defaults, whatever the program that calls us has set."""
+"""PyTorch with its own defaults, independent of the settings of the calling program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ KINDS = ("cpu", "cuda")  # devices whose operations may be autocast
 
 
 def plain_torch() -> AbstractContextManager[None]:
-    """A context in which new tensors are float32 on the CPU unless they say otherwise, and no operation is autocast.
+    """A context in which new tensors are float32 on the CPU by default, and no operation is autocast.
 
-    A program's default device, default dtype or autocast would change what a model computes, or make its tensors empty
-    ones (``meta``). Entering takes next to no time where nothing is set, since a default device slows every operation.
+    A program's default device, default dtype or autocast would change a model's results, or make its tensors empty
+    (``meta``). Nothing is entered unless it is needed, since a default device slows every operation.
     """
     autocast = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
     if not autocast and torch.get_default_dtype() == torch.float32 and torch.get_default_device() == CPU:

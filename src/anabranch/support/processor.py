@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _CPUINFO = Path("/proc/cpuinfo")
-_settled = False  # whether ``set_threads`` has been called
+_settled = False  # ``set_threads`` has been called
 
 
 def processor_name() -> str:
@@ -38,12 +38,12 @@ def processor_name() -> str:
 
 
 def processor_vendor() -> str:
-    """The vendor's name as the processor says it, e.g. "GenuineIntel"; empty where that is unknown."""
+    """The vendor's name as reported by the processor, e.g. "GenuineIntel"; empty if unknown."""
     return _first_processor(_CPUINFO).get("vendor_id", "")
 
 
 def processor_family() -> str:
-    """The family's number, e.g. "25" for Zen 3 and Zen 4 of AMD, "26" for Zen 5; empty where that is unknown."""
+    """The family's number, e.g. "25" for AMD's Zen 3 and Zen 4, "26" for Zen 5; empty if unknown."""
     return _first_processor(_CPUINFO).get("cpu family", "")
 
 
@@ -55,7 +55,7 @@ def processor_flags() -> frozenset[str]:
 
 @lru_cache
 def _first_processor(cpuinfo: Path) -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo, which is read once; none where there is no such file."""
+    """The fields of the first processor in /proc/cpuinfo, which is read once; empty without such a file."""
     if not cpuinfo.is_file():
         return {}
     first = cpuinfo.read_text(encoding="utf-8").split("\n\n", 1)[0]

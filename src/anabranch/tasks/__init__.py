@@ -6,8 +6,7 @@ This room handles text only. ``bench task`` measures quality and speed, ``train 
 from anabranch.tasks.catalogue import TASKS, find_task
 from anabranch.tasks.metrics import METRICS, Metric, check_metrics, difference, spread
 from anabranch.tasks.rows import SPLITS, TaskRow, TrainingRows, rows_of, sample, training_rows
-from anabranch.tasks.task import Task
-from anabranch.tasks.template import Template
+from anabranch.tasks.template import Task, Template
 
 __all__ = [
     "METRICS",

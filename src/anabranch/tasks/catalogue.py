@@ -1,4 +1,4 @@
-"""The known tasks, those of Speculative Streaming's papers, and tasks made of a file."""
+"""The known tasks, which are those of Speculative Streaming's papers, and tasks made from a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from anabranch.errors import FileError, InputError
 from anabranch.support.jsonfiles import read_rows
 from anabranch.support.nearest import hint
 from anabranch.tasks.metrics import METRICS
-from anabranch.tasks.task import Task
-from anabranch.tasks.template import Conversation, Template
+from anabranch.tasks.template import Conversation, Task, Template
 
 __all__ = ["TASKS", "find_task"]
 
@@ -55,11 +54,11 @@ TASKS: dict[str, Task] = {
 def find_task(
     text: str, *, template: str | None = None, completion: str | None = None, metrics: Sequence[str] = ()
 ) -> Task:
-    """A known task by its name or its folder's, or the task of a file of rows.
+    """Find a known task by its name or its folder's, or make a task of a file of rows.
 
-    template    of the prompt; a file with the field ``prompt`` or ``messages`` needs none
-    completion  the field of the completion; a file with the field ``completion`` or ``messages`` needs none
-    metrics     names of ``METRICS``; none: those of the task, or exact_match for a file
+    template    of the prompt; optional for a file with the field ``prompt`` or ``messages``
+    completion  the field of the completion; optional for a file with the field ``completion`` or ``messages``
+    metrics     names of ``METRICS``; empty: those of the task, or exact_match for a file
 
     Raises InputError for a missing or an invalid value, FileError for a file that does not exist.
     """
@@ -86,7 +85,7 @@ def find_task(
 
 
 def _shape_of(path: Path, template: str | None, completion: str | None) -> tuple[Template | Conversation, str]:
-    """The template and the field of the completion of a file, by its first row where they are not given."""
+    """The template and the field of the completion of a file; by its first row if they are not given."""
     if template is not None and completion is not None:
         return Template(template), completion
     _, first = next(read_rows(path), (0, {}))

@@ -23,9 +23,9 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 class Metric:
     """A metric of one answer.
 
-    columns  what it reports: key in result files -> title in tables
-    score    (answer, references, fields of the row) -> a score per column; None where the row cannot be scored
-    needs    fields that a row must have besides those of the prompt and the completion
+    columns  its scores: key in result files -> title in tables
+    score    (answer, references, fields of the row) -> a score per column; None if the row cannot be scored
+    needs    required fields of a row besides those of the prompt and the completion
     check    raises CapabilityError if a library is missing
     """
 
@@ -50,16 +50,15 @@ def execution(answer: str, references: Sequence[str], row: Mapping[str, Any]) ->
 
     The row's field ``context`` has the CREATE TABLE statements. None if no reference runs on them in SQLite.
     """
-    found = [equivalent(answer, reference, str(row["context"])) for reference in references]
-    known = [same for same in found if same is not None]
+    results = [equivalent(answer, reference, str(row["context"])) for reference in references]
+    known = [same for same in results if same is not None]
     return (float(any(known)) if known else None,)
 
 
 def rouge(answer: str, references: Sequence[str], row: Mapping[str, Any]) -> tuple[float, float]:
     """ROUGE-1 and ROUGE-Lsum (F1, stemmed), each with the best reference; every sentence is a line for ROUGE-Lsum."""
-    scorer = _rouge_scorer()
-    found = scorer.score_multi([*map(_lines, references)], _lines(answer))
-    return float(found["rouge1"].fmeasure), float(found["rougeLsum"].fmeasure)
+    scores = _rouge_scorer().score_multi([*map(_lines, references)], _lines(answer))
+    return float(scores["rouge1"].fmeasure), float(scores["rougeLsum"].fmeasure)
 
 
 def _lines(text: str) -> str:
@@ -91,20 +90,13 @@ def check_metrics(names: Iterable[str]) -> None:
 
 
 def difference(scores: Sequence[float | None], others: Sequence[float | None]) -> dict[str, Any]:
-    """The mean of ``scores`` minus ``others`` over the rows that both have, and its 95 % interval by the normal
-    approximation; without such rows, the mean is None.
-    """
-    found = [a - b for a, b in zip(scores, others, strict=True) if a is not None and b is not None]
-    if not found:
-        return {"mean": None, "low": None, "high": None, "rows": 0}
-    mean = statistics.fmean(found)
-    half = Z * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 1.0
-    return {
-        "mean": round(mean, 6),
-        "low": round(mean - half, 6),
-        "high": round(mean + half, 6),
-        "rows": len(found),
-    }
+    """The mean of ``scores`` - ``others`` over rows with both, and its 95 % interval by the normal approximation."""
+    pairs = [a - b for a, b in zip(scores, others, strict=True) if a is not None and b is not None]
+    if not pairs:
+        return _interval(None, 0.0, 0.0, 0)
+    mean = statistics.fmean(pairs)
+    half = _half_width(pairs)
+    return _interval(mean, mean - half, mean + half, len(pairs))
 
 
 def spread(scores: Sequence[float | None]) -> dict[str, Any]:
@@ -115,13 +107,20 @@ def spread(scores: Sequence[float | None]) -> dict[str, Any]:
     known = [score for score in scores if score is not None]
     count = len(known)
     if not count:
-        return {"mean": None, "low": None, "high": None, "rows": 0}
-    mean = statistics.fmean(known)
+        return _interval(None, 0.0, 0.0, 0)
+    mean = middle = statistics.fmean(known)
     if set(known) <= {0.0, 1.0}:
         middle = (mean + Z**2 / (2 * count)) / (1 + Z**2 / count)
         half = Z / (1 + Z**2 / count) * math.sqrt(mean * (1 - mean) / count + Z**2 / (4 * count**2))
     else:
-        middle = mean
-        half = Z * statistics.stdev(known) / math.sqrt(count) if count > 1 else 1.0
-    low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return {"mean": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "rows": count}
+        half = _half_width(known)
+    return _interval(mean, max(0.0, middle - half), min(1.0, middle + half), count)
+
+
+def _half_width(values: Sequence[float]) -> float:
+    return Z * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 1.0
+
+
+def _interval(mean: float | None, low: float, high: float, rows: int) -> dict[str, Any]:
+    ends = {"mean": mean, "low": low, "high": high}
+    return {name: None if mean is None else round(value or 0.0, 6) for name, value in ends.items()} | {"rows": rows}

@@ -1,8 +1,8 @@
 """Rows of a task: read, checked, and split into train, validation and test.
 
-A known data set has a file per split; rows whose prompt is also in the test split are left out of the other two. The
-rows of a file of one's own are split by a hash of the prompt: 80 % train, 10 % validation, 10 % test. So a row stays in
-its split when others are added, and equal prompts are in the same one.
+A known data set has a file per split; rows whose prompt is also in the test split are left out of the other two. Rows
+of a user's file are split by a hash of the prompt: 80 % train, 10 % validation, 10 % test. So a row stays in its split
+when others are added, and equal prompts are in the same split.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from anabranch.support.files import LONE_SURROGATES
 from anabranch.support.jsonfiles import rows_made
 from anabranch.support.nearest import hint
 from anabranch.tasks.metrics import METRICS
-from anabranch.tasks.task import Task
-from anabranch.tasks.template import Conversation, field_text
+from anabranch.tasks.template import Conversation, Task, field_text
 
 __all__ = ["SPLITS", "TaskRow", "TrainingRows", "rows_of", "sample", "training_rows"]
 
@@ -30,9 +29,9 @@ BELOW = {"train": 0.8, "validation": 0.9, "test": 1.0}  # of the hash of a promp
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A row: its name, the prompt, the references (at least one), and its fields as they were read.
+    """A row: its name, the prompt, the references (at least one), and its fields in the file.
 
-    messages  the conversation that the prompt is the text of; empty: the prompt is a user's message
+    messages  the conversation whose text is the prompt; empty: the prompt is a user's message
     """
 
     name: str
@@ -42,17 +41,17 @@ class TaskRow:
     messages: tuple[dict[str, str], ...] = ()
 
     @property
-    def asked(self) -> str | tuple[dict[str, str], ...]:
+    def chat(self) -> str | tuple[dict[str, str], ...]:
         """The text or messages that ``prompts.chat_ids`` encodes."""
         return self.messages or self.prompt
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """What may be trained on (``train``) and looked at meanwhile (``validation``).
+    """The rows to train on and to validate with.
 
     test      number of rows of the test split, none of which is in the other two
-    left_out  rows of the files of train and validation whose prompt is also in the test split
+    left_out  number of rows of train and validation whose prompt is also in a later split
     """
 
     train: list[TaskRow]
@@ -62,7 +61,7 @@ class TrainingRows:
 
 
 def rows_of(task: Task, split: str, data: Path | None = None) -> list[TaskRow]:
-    """The rows of a split; "all" are all rows of a file of one's own.
+    """The rows of a split; "all": all rows of a user's file.
 
     data  the folder of known data sets, or of this one
 
@@ -112,7 +111,7 @@ def training_rows(task: Task, data: Path | None = None) -> TrainingRows:
 
 
 def split_of(prompt: str) -> str:
-    """The split of a row of a file of one's own."""
+    """The split of a row of a user's file."""
     place = int.from_bytes(_hash(prompt)[:8], "big") / 2**64
     return next(split for split, below in BELOW.items() if place < below)
 
@@ -189,7 +188,7 @@ def _row(task: Task, number: int, row: Mapping[str, Any], where: str) -> TaskRow
 def _check_fields(
     row: Mapping[str, Any], where: str, template: Sequence[str], completion: str, needed: Sequence[str]
 ) -> None:
-    """Raise FileError that names all fields that a row lacks, and what chooses others."""
+    """Raise FileError naming all missing fields of a row, and the options that choose others."""
     groups = {"--prompt-template": template, "--completion": (completion,), "--metric": needed}
     missing = {option: [name for name in names if name not in row] for option, names in groups.items()}
     lacking = list(dict.fromkeys(name for names in missing.values() for name in names))

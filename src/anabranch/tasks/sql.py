@@ -1,10 +1,10 @@
-"""Execution equivalence: do two queries give the same results on small made-up tables?
+"""Execution equivalence of two SQL queries: equal results on small generated tables.
 
 The tables come from CREATE TABLE statements, and SQLite runs the queries in memory. Rows are drawn from a fixed seed,
 half of them from the literals that the queries compare a column with, so that conditions hold for some rows and fail
-for others. Two queries that agree on all databases may still differ on others.
+for others. Queries that agree on all of these databases may still differ on others.
 
-Queries were written by a model, so SQLite may only read, call a few harmless functions, and take a bounded number of
+Queries are written by a model, so SQLite may only read, call a few harmless functions, and take a bounded number of
 steps.
 """
 
@@ -43,7 +43,7 @@ CREATING = READING | {
     sqlite3.SQLITE_REINDEX,
 }
 QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*\"""")
-# a column compared with a literal; what comes between are words such as NOT
+# a column compared with a literal
 COMPARED = re.compile(
     r"""["`]?(\w+)["`]?\s*(?:=|<>|!=|<=?|>=?|\b(?:not\s+)?like\b|\bbetween\b)\s*('(?:[^']|'')*'|-?\d+(?:\.\d+)?)""",
     re.IGNORECASE,
@@ -60,22 +60,22 @@ Columns = Mapping[str, Sequence[tuple[str, bool]]]  # by table: name, and whethe
 
 
 def query_in(text: str) -> str:
-    """The query in an answer: of the first Markdown code block if there is one, without the final semicolon."""
+    """Extract the query of an answer: its first Markdown code block or the whole text, without the final semicolon."""
     fenced = FENCED.search(text)
     return (fenced[1] if fenced else text).strip().rstrip(";").strip()
 
 
 def equivalent(answer: str, reference: str, context: str) -> bool | None:
-    """Whether two queries give the same results on every made-up database.
+    """True if two queries give the same results on every generated database.
 
     context  the CREATE TABLE statements
 
     The order of rows counts if the reference has an ORDER BY of its own, the order of columns always. An answer that
-    fails differs. None if the statements or the reference fail in SQLite, or if the reference finds nothing anywhere.
+    fails differs. None if the statements or the reference fail in SQLite, or if the reference has no results at all.
     """
     mine, wanted = (query_in(text).encode("utf-8", "replace").decode() for text in (answer, reference))
     expected: list[Rows] = []
-    found: list[Rows | None] = []
+    results: list[Rows | None] = []
     try:
         with closing(_created(context)) as connection:
             columns = _columns(connection)
@@ -86,14 +86,14 @@ def equivalent(answer: str, reference: str, context: str) -> bool | None:
                 _fill(connection, columns, (wanted, mine), seed)
                 expected.append(_run(connection, wanted, ordered=ordered))
                 try:
-                    found.append(_run(connection, mine, ordered=ordered))
+                    results.append(_run(connection, mine, ordered=ordered))
                 except FAILURES:
-                    found.append(None)
+                    results.append(None)
     except FAILURES:
         return None
     if all(value in (None, 0) for rows in expected for row in rows for value in row):
         return None
-    return found == expected
+    return results == expected
 
 
 def _created(context: str) -> sqlite3.Connection:
@@ -110,7 +110,7 @@ def _created(context: str) -> sqlite3.Connection:
 
 
 def _restrict(connection: sqlite3.Connection, allowed: frozenset[int] | None) -> None:
-    """Let statements do only what is ``allowed``, for a limited number of steps; None: no limits."""
+    """Restrict statements to ``allowed`` actions and a limited number of steps; None: no limits."""
     if allowed is None:
         connection.set_authorizer(lambda *_: sqlite3.SQLITE_OK)
         connection.set_progress_handler(None, 0)
@@ -128,17 +128,17 @@ def _restrict(connection: sqlite3.Connection, allowed: frozenset[int] | None) ->
 
 def _columns(connection: sqlite3.Connection) -> dict[str, list[tuple[str, bool]]]:
     tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
-    found = {}
+    columns = {}
     for (table,) in tables:
         rows = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,)).fetchall()
-        found[table] = [(name, bool(NUMERIC.search(kind))) for name, kind in rows]
-    return found
+        columns[table] = [(name, bool(NUMERIC.search(kind))) for name, kind in rows]
+    return columns
 
 
 def _fill(connection: sqlite3.Connection, columns: Columns, queries: Sequence[str], seed: int) -> None:
     """Replace the rows of all tables by those of a seed."""
     draws = random.Random(seed)
-    literals = [value for query in queries for found in LITERAL.findall(query) for value in _values(found)]
+    literals = [value for query in queries for text in LITERAL.findall(query) for value in _values(text)]
     compared: dict[str, list[list[Value]]] = {}
     for query in queries:
         for name, literal in COMPARED.findall(query):
@@ -157,11 +157,11 @@ def _fill(connection: sqlite3.Connection, columns: Columns, queries: Sequence[st
 def _cell(
     draws: random.Random, numeric: bool, own: Sequence[Sequence[Value]], literals: Sequence[Value], number: int
 ) -> Value:
-    """A value: often one that the column is compared with, in the first rows always, else a common one or any literal.
+    """A value: in the first rows, and often later, one that the column is compared with; else a common one, or any.
 
     own  the values of each literal that the column is compared with
     """
-    if own and number < NEIGHBOURS:  # all columns alike, so that a row can meet several conditions
+    if own and number < NEIGHBOURS:  # the same place in all columns, so that a row can meet several conditions
         values = draws.choice(own)
         return values[min(number, len(values) - 1)]
     kind = draws.random()
@@ -173,7 +173,7 @@ def _cell(
 
 
 def _values(literal: str) -> list[Value]:
-    """The value of a literal; of a number also its neighbours, of a text also what stands between its wildcards."""
+    """The value of a literal, and near ones: a number's neighbours, a text without the wildcards at its ends."""
     if literal.startswith("'"):
         text = literal[1:-1].replace("''", "'")
         return list(dict.fromkeys((text, text.strip("%"))))
@@ -188,12 +188,12 @@ def _run(connection: sqlite3.Connection, query: str, *, ordered: bool) -> Rows:
     _restrict(connection, READING)
     try:
         cursor = connection.execute(query)
-        found = cursor.fetchmany(MOST_ROWS + 1)
+        fetched = cursor.fetchmany(MOST_ROWS + 1)
     finally:
         _restrict(connection, None)
-    if cursor.description is None or len(found) > MOST_ROWS:
+    if cursor.description is None or len(fetched) > MOST_ROWS:
         raise sqlite3.DataError(f"no query, or a result of more than {MOST_ROWS} rows")
-    rows = [tuple(map(_plain, row)) for row in found]
+    rows = [tuple(map(_plain, row)) for row in fetched]
     return rows if ordered else sorted(rows, key=lambda row: [(isinstance(value, str), str(value)) for value in row])
 
 
@@ -208,8 +208,8 @@ def _plain(value: Value) -> Value:
 def _single_quoted(query: str, names: set[str]) -> str:
     """The query with double-quoted texts in single quotes, unless they are ``names`` of tables or columns."""
 
-    def quoted(found: re.Match[str]) -> str:
-        text = found[0]
+    def quoted(match: re.Match[str]) -> str:
+        text = match[0]
         if text.startswith("'") or text[1:-1].lower() in names:
             return text
         return "'" + text[1:-1].replace('""', '"').replace("'", "''") + "'"
@@ -218,7 +218,7 @@ def _single_quoted(query: str, names: set[str]) -> str:
 
 
 def _is_ordered(query: str) -> bool:
-    """Whether the outermost SELECT has an ORDER BY."""
+    """True if the outermost SELECT has an ORDER BY."""
     bare = QUOTED.sub("''", query)
     while (less := re.sub(r"\([^()]*\)", " ", bare)) != bare:
         bare = less

@@ -1,21 +1,23 @@
-"""Prompt templates: text with the names of fields in braces; and rows that are conversations."""
+"""Tasks, and their prompts: templates with the names of fields in braces, or conversations."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from anabranch.errors import FileError, InputError
 
-__all__ = ["Conversation", "Template", "field_text"]
+__all__ = ["Conversation", "Task", "Template", "field_text"]
 
 
 class Template:
     r"""A prompt template, such as ``"Write SQL for {question} given {context}"``.
 
-    ``{name}`` stands for a field of a row, ``{{`` and ``}}`` for braces. ``\n`` and ``\t`` are read as in Python, since
-    a shell passes them on as they are. Raises InputError for a template that cannot be parsed or names no field.
+    ``{name}`` stands for a field of a row, ``{{`` and ``}}`` for braces. ``\n`` and ``\t`` mean what they mean in
+    Python, since a shell does not convert them. Raises InputError for a template that cannot be parsed or has no field.
     """
 
     def __init__(self, text: str) -> None:
@@ -46,7 +48,7 @@ class Template:
 
 
 def field_text(row: Mapping[str, Any], field: str, where: str) -> str:
-    """The text of a field that a row has: a string, or a number. Raises FileError for anything else."""
+    """The text of a row's field, a string or a number. Raises FileError for anything else."""
     value = row[field]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise FileError(f"{where}: the field {field!r} must be a string or a number, got {type(value).__name__}")
@@ -57,16 +59,16 @@ def field_text(row: Mapping[str, Any], field: str, where: str) -> str:
 
 
 class Conversation:
-    """Rows of ``messages`` in place of a template: the last message, the model's, is the completion.
+    """Rows of ``messages`` instead of a template: the last message, the model's, is the completion.
 
-    The text of a prompt is the conversation before it, as ``render`` writes it for people and for hashes.
+    The text of a prompt, for people and for hashes, is the conversation before it (``render``).
     """
 
     text = "{messages}"
     fields = ("messages",)
 
     def render(self, row: Mapping[str, Any], where: str) -> str:
-        """The prompt of a row as text: a user's message as it is, longer conversations with the roles."""
+        """The prompt of a row as text: a single user's message alone, longer conversations with the roles."""
         messages = self.messages(row, where)
         if [message["role"] for message in messages] == ["user"]:
             return messages[0]["content"]
@@ -81,7 +83,7 @@ class Conversation:
         return self._checked(row, where)[-1]["content"]
 
     def _checked(self, row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-        found: list[dict[str, str]] = []
+        checked: list[dict[str, str]] = []
         given = row.get("messages")
         for message in given if isinstance(given, list) else []:
             parts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else []
@@ -90,10 +92,34 @@ class Conversation:
                     f"{where}: each of its messages must be an object with a role and a content, both texts; correct "
                     "it, or delete the line"
                 )
-            found.append({"role": str(parts[0]), "content": str(parts[1])})
-        if len(found) < 2 or found[-1]["role"] != "assistant":
+            checked.append({"role": str(parts[0]), "content": str(parts[1])})
+        if len(checked) < 2 or checked[-1]["role"] != "assistant":
             raise FileError(
                 f"{where}: its messages must be a list of at least two, the last with the role assistant; correct it, "
                 "or delete the line"
             )
-        return found
+        return checked
+
+
+@dataclass(frozen=True)
+class Task:
+    """An application: the prompts of a data set, their completions, and the metrics of answers.
+
+    name        short, for tables and result files
+    template    of the prompt; or rows are conversations that end with the completion
+    completion  alternative fields of the completion, a text or a list of references; the first that a row has counts
+    metrics     names of ``METRICS``
+    folder      the folder of a known data set, with a file per split
+    file        the JSONL file of a user's task, from which the splits are drawn
+    licence     of the data, empty if unknown
+    commercial  the licence allows commercial use
+    """
+
+    name: str
+    template: Template | Conversation
+    completion: tuple[str, ...]
+    metrics: tuple[str, ...]
+    folder: str = ""
+    file: Path | None = None
+    licence: str = ""
+    commercial: bool = True

@@ -20,13 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anabranch.errors import FileError
-from anabranch.model.weights import is_finite
+from anabranch.model.weights import UNREADABLE, is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, parse_json
 
 __all__ = ["drop_run", "load_checkpoint", "load_weights", "read_checkpoint", "read_log", "save_checkpoint", "trim_log"]
 
-_UNREADABLE = (SafetensorError, OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError)
 WEIGHTS, RECORD, LOG, CSV, TENSORBOARD = (
     *("checkpoint.safetensors", "checkpoint.json"),
     *("log.jsonl", "log.csv", "tensorboard"),
@@ -80,7 +79,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
             record = parse_json((opened.metadata() or {})["record"])
         if not is_whole(record["step"], 0):
             raise TypeError("step")
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise FileError(f"the checkpoint in {folder} is damaged; delete the folder to start over") from error
     return dict(record)
 
@@ -100,7 +99,7 @@ def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
         if not all(is_finite(value) for value in tensors.values()):
             raise ValueError("values that are not finite numbers")
         optimizer.load_state_dict(state)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise FileError(
             f"the checkpoint in {folder} is damaged or belongs to other options; delete the folder to start over"
         ) from error

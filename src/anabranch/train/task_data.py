@@ -94,7 +94,7 @@ class TaskData:
         return found
 
     def _prompt(self, row: TaskRow, tokenizer: Any) -> list[int]:
-        return chat_ids(tokenizer, row.asked, raw=self.raw)
+        return chat_ids(tokenizer, row.chat, raw=self.raw)
 
     def prompts(self, tokenizer: Any) -> list[EncodedPrompt]:
         """The prompts of the rows to train on, for the target to complete. Raises FileError for equal ids."""
