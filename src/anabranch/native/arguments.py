@@ -27,7 +27,7 @@ def require(holds: bool, what: str, *values: object) -> None:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where an array's memory begins.
+    """The address of an array.
 
     ``array.ctypes`` runs Python code, which takes several times as long, more so from cold caches.
     """

@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int KEY_TILE = 64;     // keys that are transposed at a time
-constexpr int VALUE_TILE = 512;  // values that stay in the second-level cache while all queries of a task use them
+constexpr int VALUE_TILE = 512;  // values that all queries of a task use while they are in the second-level cache
 constexpr int MAX_TASK_QUERIES = 24;
 
 // rows between the products of a layer; hidden: of all threads, null where each has its own
@@ -34,7 +34,7 @@ inline int cached_queries(const RaggedBatch& batch, int b) {
 inline int queries_per_task(const Shape& s, const RaggedBatch& batch, int b, int threads, bool even) {
   const int group = s.heads / s.kv_heads, queries = batch.count(b) * group;
   int size = cached_queries(batch, b);
-  // Transposing the keys takes as long as three queries, so a task has at least the queries of one node.
+  // transposing the keys takes as long as three queries, so a task has at least the queries of one node
   if (!even) size = std::min(size, std::max(group, (queries + threads - 1) / threads));
   // tasks of about the same size, rounded up: queries are scored three, six or twelve at a time
   const auto parts = [queries](int each) { return (queries + each - 1) / each; };
@@ -200,7 +200,7 @@ class Attention {
 
   void rotate_queries() {
     for (int i = 0; i < task_.count; ++i) {
-      const int64_t node = node_of(i), angle = plan_.turn_of[node] * s_.rope_dim;
+      const int64_t node = node_of(i), angle = plan_.rotation_of[node] * s_.rope_dim;
       const int head = task_.head * group_ + (task_.first + i) % group_;
       rotate(rows_.qkv + node * l_.qkv.outputs + head * s_.e, l_.q_norm, s_, plan_.cos + angle, plan_.sin + angle,
              q_ + i * s_.e);

@@ -201,8 +201,6 @@ inline U32x16 masked_load_u32(const int64_t* p, int n) {
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// ``sum`` is that of the values, for the minimum that int4 adds to each weight; ``offset`` is -128 sum(value), for int8
-// weights, which are stored as value + 128
 struct QuantizedGroup {
   int8_t value[BLOCK];
 #ifndef __AVXVNNI__
@@ -211,11 +209,6 @@ struct QuantizedGroup {
   float scale, sum;
   int32_t offset;
 };
-
-inline void set_nan(QuantizedGroup* row) {
-  *row = {};
-  row->scale = row->sum = std::numeric_limits<float>::quiet_NaN();
-}
 
 // The largest absolute value, or NaN if there is one: without signs, floats order like their bits, and NaN comes last.
 inline float reduce_max_abs(F32x16 low, F32x16 high) {
@@ -248,9 +241,7 @@ inline void store32(QuantizedGroup* row, int b, F32x16 low, F32x16 high) {
   const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
   const int32_t sum = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
-  row[b].scale = most / 127.0f;
-  row[b].sum = row[b].scale * static_cast<float>(sum);
-  row[b].offset = -128 * sum;
+  set_scale(row + b, most, sum);
 }
 
 inline F32x16 broadcast_word(const Rounded* p) { return broadcast(p->value); }

@@ -118,8 +118,8 @@ inline __m256i broadcast8(const void* p) {
 
 // ``multiply_group``: sum[m] = the integer products of one group, for VECTORS vectors of 8 outputs
 #ifdef __AVXVNNI__
-// UNROLLED, of the steps of k: GCC copies all sums at each step of a loop that is not unrolled, and loads the weights again for
-// each row of one that is unrolled by 8
+// UNROLLED: steps of k. GCC copies all sums at each step if the loop is not unrolled, and reloads the weights for each row if it
+// is unrolled by 8
 constexpr int ROWS_AT_ONCE = 4, UNROLLED = 4;
 
 inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {

@@ -138,18 +138,11 @@ inline U32x16 masked_load_u32(const int64_t* p, int n) {
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// ``sum`` is that of the values, for the minimum that int4 adds to each weight; ``offset`` is -128 sum(value), for int8
-// weights, which are stored as value + 128
 struct QuantizedGroup {
   int8_t value[BLOCK];
   float scale, sum;
   int32_t offset;
 };
-
-inline void set_nan(QuantizedGroup* row) {
-  *row = {};
-  row->scale = row->sum = std::numeric_limits<float>::quiet_NaN();
-}
 
 // The largest absolute value, or NaN if there is one: without signs, floats order like their bits, and NaN comes last.
 inline float reduce_max_abs(F32x16 low, F32x16 high) {
@@ -168,9 +161,7 @@ inline void store32(QuantizedGroup* row, int b, F32x16 low, F32x16 high) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value + 16), _mm512_cvtepi32_epi8(h));
   const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(l, h));
-  row[b].scale = most / 127.0f;
-  row[b].sum = row[b].scale * static_cast<float>(sum);
-  row[b].offset = -128 * sum;
+  set_scale(row + b, most, sum);
 }
 
 template <class T>

@@ -3,8 +3,9 @@
 The sources are the C++ files of this folder and of each method's folder (``methods/NAME/*.cpp``), compiled as one
 translation unit for an instruction set: AVX2, AVX-512, or AVX-512 with bf16 products in AMX tiles. A library's file
 name has the hash of its sources, flags and processor, and the SHA-256 of its content: truncated or damaged files are
-compiled again. A compiler is needed only if there is no valid file. If the cache folder is not writable, or others can
-write it (``trust``), the library is compiled in a temporary folder at every start.
+compiled again. A compiler is needed only if there is no valid file. If the cache folder is not writable, the library is
+compiled in a temporary folder at every start. So it is if others can write the folder: a library is code that runs with
+this user's rights, so one that another user may have put there is not loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,6 @@ from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
 from anabranch.errors import InputError
-from anabranch.native.trust import distrust, is_private
 from anabranch.support.files import cache_home
 from anabranch.support.log import LOGGER, notice
 from anabranch.support.processor import processor_family, processor_flags, processor_vendor
@@ -98,10 +99,10 @@ def translation_unit() -> list[str]:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Why the kernels are not the fastest that the processor supports.
+    """The reason why the kernels are not the fastest that the processor supports.
 
-    advice      what the user can do about it; empty if nothing
-    accepted    no warning is needed: the user chose them, or this machine cannot run faster ones
+    advice      a remedy for the user; empty if there is none
+    accepted    no warning is needed: the user chose the kernels, or this machine cannot run faster ones
     """
 
     why: str
@@ -119,7 +120,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Opened:
-    """A loaded library, and why it is not in the cache folder (empty: it is)."""
+    """A loaded library, and the reason why it is not in the cache folder (empty: it is)."""
 
     library: ctypes.CDLL
     not_kept: str = ""
@@ -131,33 +132,33 @@ def opened(flags: tuple[str, ...]) -> Opened:
     Raises BuildError.
     """
     folder, key = cache_home() / "native", _key(flags)
-    found = _kept(folder, key) if folder.is_dir() and not distrust(folder) else None
-    if found is not None:
-        return Opened(found)
+    library = _kept(folder, key) if folder.is_dir() and not insecure(folder) else None
+    if library is not None:
+        return Opened(library)
     command = compiler()
     if command is None:
         raise BuildError("there is no C++ compiler", "install g++, or set CXX to a C++ compiler")
     notice("compiling kernels, once, about 20 s")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if shared := distrust(folder):
+        if shared := insecure(folder):
             raise OSError(errno.EPERM, shared)
         with FileLock(folder / "compile.lock", timeout=2 * LONGEST):
-            if (found := _kept(folder, key)) is not None:  # compiled by another process meanwhile
-                return Opened(found)
+            if (library := _kept(folder, key)) is not None:  # compiled by another process meanwhile
+                return Opened(library)
             with tempfile.TemporaryDirectory(dir=folder) as workspace:
                 made = _compile(command, flags, Path(workspace), folder)
                 digest = hashlib.sha256(made.read_bytes()).hexdigest()
                 made.chmod(0o700)
                 made.replace(folder / f"kernels-{key}-{digest}.so")
             _remove_old(folder)
-        found = _kept(folder, key)
+        library = _kept(folder, key)
         not_kept = "a library from it cannot be loaded"
     except (OSError, LockTimeout) as error:
         not_kept = getattr(error, "strerror", None) or str(error)
-    if found is not None:
+    if library is not None:
         LOGGER.info("compiled kernels are kept in %s", folder)
-        return Opened(found)
+        return Opened(library)
     with tempfile.TemporaryDirectory(prefix="anabranch-") as workspace:
         made = _compile(command, flags, Path(workspace), Path(tempfile.gettempdir()))
         try:
@@ -167,7 +168,7 @@ def opened(flags: tuple[str, ...]) -> Opened:
 
 
 def digest() -> str:
-    """A digest of all sources: kernels of other sources take other times."""
+    """A digest of all sources, which identifies the kernels of a measurement."""
     files = [*sources(), *sources("h")]
     texts = [(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
@@ -178,14 +179,16 @@ def _key(flags: tuple[str, ...]) -> str:
 
 
 def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
-    """A library in the cache folder whose content matches the hash in its name, or None; damaged ones are deleted."""
+    """Load a library in the cache folder whose content matches the hash in its name; damaged ones are deleted."""
     try:
         paths = sorted(folder.glob(f"kernels-{key}-*.so"))
     except OSError:
         return None
     for path in paths:
         try:
-            if not is_private(path):
+            status = path.lstat()
+            writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not stat.S_ISREG(status.st_mode) or not _owned(status) or writable:
                 continue
             if hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.rpartition("-")[2]:
                 return ctypes.CDLL(str(path))
@@ -193,6 +196,30 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
         except OSError:  # unreadable, or made for another C++ runtime
             continue
     return None
+
+
+def insecure(folder: Path) -> str:
+    """The part of an existing folder's path that another user can write, by ssh's rules; empty if none.
+
+    Both the folder and the target of a symbolic link count. In a folder with the sticky bit, such as /tmp, others cannot
+    replace files of this user.
+    """
+    named = Path(os.path.abspath(folder))
+    for path in dict.fromkeys((named, *named.parents, named.resolve(), *named.resolve().parents)):
+        status = path.lstat()
+        if not _owned(status):
+            return f"{path} belongs to another user"
+        if stat.S_ISLNK(status.st_mode) or (path != named.resolve() and status.st_mode & stat.S_ISVTX):
+            continue
+        # a user's own group, which has the user's number, has no other members
+        group = status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid
+        if group or status.st_mode & stat.S_IWOTH:
+            return f"others can write {path}"
+    return ""
+
+
+def _owned(status: os.stat_result) -> bool:
+    return status.st_uid in (0, os.geteuid())
 
 
 def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
@@ -243,7 +270,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def unfit() -> Shortfall | None:
-    """Why no kernels can run on this machine, or None. Raises InputError for an invalid ANABRANCH_NATIVE."""
+    """The reason why no kernels can run on this machine, or None. Raises InputError for an invalid ANABRANCH_NATIVE."""
     if _wanted() == "0":
         return Shortfall("ANABRANCH_NATIVE is 0", "unset it", accepted=True)
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -256,9 +283,9 @@ def unfit() -> Shortfall | None:
 
 
 def shortfall_of(instruction_set: str, failures: dict[str, BuildError], not_kept: str) -> Shortfall | None:
-    """Why ``instruction_set`` is not the processor's fastest, or its library not in the cache; else None.
+    """The reason why ``instruction_set`` is not the processor's fastest, or its library not in the cache; else None.
 
-    ``failures`` are those of faster ones.
+    failures  errors of faster instruction sets
     """
     names = list(INSTRUCTION_SETS)
     for better, failed in failures.items():

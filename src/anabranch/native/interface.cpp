@@ -2,7 +2,7 @@
 // translation unit; see build.py.
 //
 // A small model runs three hundred tiny operations per token, and dispatching them in a framework takes as long as reading
-// the weights. Here a pass is one call that allocates nothing.
+// the weights. Here a pass is one call without allocations.
 //
 // The kernels are batch-invariant: each row's result is bit-identical for any number of rows in a pass and any location of
 // its keys in the cache. A tree of 32 nodes gives the same as 32 passes of one node, in every format. Weights and cache are
@@ -40,7 +40,7 @@ double to_double(bf16 value) {
   return static_cast<double>(f);
 }
 
-// whether bf16 products of more rows than a tile are correct on this processor
+// checks bf16 products of more rows than a tile on this processor
 bool products_are_right() {
   constexpr size_t ROWS = 21, OUTPUTS = 40, WIDTH = 96;
   std::vector<bf16> x(ROWS * WIDTH), w(OUTPUTS * WIDTH);
@@ -90,7 +90,7 @@ struct Move {
 constexpr int32_t LAYOUT[] = {
     sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, words),
     sizeof(Layer),  offsetof(Layer, values),      sizeof(Shape),       offsetof(Shape, head_stride),
-    sizeof(RaggedBatch), offsetof(RaggedBatch, turns), sizeof(Ends), offsetof(Ends, prefill),
+    sizeof(RaggedBatch), offsetof(RaggedBatch, rotations), sizeof(Ends), offsetof(Ends, prefill),
     sizeof(Screen), offsetof(Screen, size),
 };
 
@@ -101,7 +101,7 @@ extern "C" {
 // one of INSTRUCTION_SETS in build.py
 const char* anabranch_instruction_set() { return INSTRUCTION_SET; }
 
-// why the calling thread's last failed call failed
+// the error message of the calling thread's last failed call
 const char* anabranch_message() { return message; }
 
 // the numbers of LAYOUT, ``count`` of them

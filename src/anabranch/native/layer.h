@@ -5,7 +5,7 @@
 
 namespace {
 
-// From this number of rows on, threads share the norms of a pass: a barrier takes less time than to compute all of them.
+// Number of rows from which threads share the norms of a pass: then a barrier takes less time than computing all of them.
 constexpr int SHARED_NORM_ROWS = 64;
 
 // memory for the rows between the products of ``count`` layers
@@ -55,8 +55,7 @@ class LayerPart {
   }
 
  private:
-  // h = norm of all rows; the rows as they are where there is no weight. Threads share many rows; of few, each thread
-  // computes all, which is cheaper than a barrier.
+  // h = norm of all rows, or the rows themselves without a weight; shared by the threads if there are many rows
   void norm(const float* weight) {
     int first = 0, last = m_;
     if (rows_.hidden != nullptr) split_range(m_, pool_.size(), thread_, &first, &last);
@@ -69,12 +68,6 @@ class LayerPart {
         for (int b = 0; b < s_.d / BLOCK; ++b) store32(h, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
     }
     if (rows_.hidden != nullptr) pool_.barrier();
-  }
-
-  static void add_bias(const float* bias, int b, F32x16* low, F32x16* high) {
-    if (bias == nullptr) return;
-    *low = *low + load16(bias + b * BLOCK);
-    *high = *high + load16(bias + b * BLOCK + 16);
   }
 
   // adds 32 outputs to a row of x
@@ -92,7 +85,7 @@ class LayerPart {
     rest.outputs -= skipped * BLOCK;
     multiply(pool_, h_, m_, rest, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
       b += skipped;
-      add_bias(l_.qkv_bias, b, &low, &high);
+      add_bias(l_.qkv_bias, b, BLOCK, &low, &high);
       float* to = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + b * BLOCK;
       store16(to, low);
       store16(to + 16, high);
@@ -108,7 +101,7 @@ class LayerPart {
       const int row = i / s_.kv_heads, head = i % s_.kv_heads, b = plan_.row[row], node = row - plan_.start(b);
       float* key = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + (s_.heads + head) * s_.e;
       const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + node) * s_.e;
-      const int64_t angle = plan_.turn_of[row] * s_.rope_dim;
+      const int64_t angle = plan_.rotation_of[row] * s_.rope_dim;
       rotate(key, l_.k_norm, s_, plan_.cos + angle, plan_.sin + angle, static_cast<P*>(l_.keys) + at);
       const float* value = key + s_.kv_heads * s_.e;
       for (int c = 0; c < s_.e; c += 16) store16(static_cast<P*>(l_.values) + at + c, load16(value + c));
@@ -117,7 +110,7 @@ class LayerPart {
 
   void project_out() {
     multiply(pool_, rows_.heads, m_, l_.out, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
-      add_bias(l_.out_bias, b, &low, &high);
+      add_bias(l_.out_bias, b, BLOCK, &low, &high);
       add_to_row(row, b, low, high);
     });
   }
@@ -170,6 +163,34 @@ class LayerPart {
   T* h_;
 };
 
+// The plan of a pass, and memory for its rows.
+template <class T>
+struct PreparedPass {
+  PassPlan plan;
+  Activations<T> rows;
+};
+
+// Plans a pass and allocates all of its memory; ``x`` holds the rows [M, D] if the batch has none.
+template <class T>
+PreparedPass<T> prepare_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch,
+                             PlanMemory& memory, Workspace& x) {
+  PreparedPass<T> pass{plan_pass(batch, memory), activations<T>(runner, s, layers, count, batch.nodes)};
+  if (pass.plan.x == nullptr) pass.plan.x = x.of<float>(static_cast<int64_t>(batch.nodes) * s.d);
+  plan_attention(runner, s, pass.rows, pass.plan);
+  return pass;
+}
+
+// Normalises a thread's part of the rows of a pass: y [M, D].
+template <class P>
+void norm_rows(const ThreadPool& pool, const PassPlan& plan, const Shape& s, const float* weight, P* y, int thread) {
+  int first, last;
+  split_range(plan.nodes, pool.size(), thread, &first, &last);
+  for (int i = first; i < last; ++i) {
+    const int64_t row = static_cast<int64_t>(i) * s.d;
+    rms_norm(plan.x + row, weight, s.d, s.eps, y + row);
+  }
+}
+
 // Copies a thread's part of the rows [M, D] of a pass: of the nodes of ``tail``, or of all if it is null.
 inline void copy_rows(const ThreadPool& pool, const PassPlan& plan, const Tail* tail, int d, float* to, int thread) {
   int first, last;
@@ -183,11 +204,11 @@ inline void copy_rows(const ThreadPool& pool, const PassPlan& plan, const Tail* 
 // A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) receives the rows before layer ``tapped``,
 // see ``copy_rows``. Unless ``to_end``, only the keys and values of the last layer are computed.
 template <class T>
-void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PassPlan& plan, const Activations<T>& rows,
-                const Tail* tail, float* tap, int tapped, bool to_end, int thread) {
+void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PreparedPass<T>& pass, const Tail* tail,
+                float* tap, int tapped, bool to_end, int thread) {
   for (int i = 0; i < count; ++i) {
-    if (tap != nullptr && i == tapped) copy_rows(runner.pool, plan, tail, s.d, tap, thread);
-    LayerPart<T> part(runner, s, layers[i], plan, rows, thread);
+    if (tap != nullptr && i == tapped) copy_rows(runner.pool, pass.plan, tail, s.d, tap, thread);
+    LayerPart<T> part(runner, s, layers[i], pass.plan, pass.rows, thread);
     to_end || i + 1 < count ? part.run() : part.run_keys_values();
     if (i + 1 < count) prefetch_weight(layers[i + 1].qkv, runner.pool.size(), thread);
     runner.pool.barrier();

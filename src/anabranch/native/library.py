@@ -113,11 +113,11 @@ class Library:
         function, count = getattr(self._c, f"anabranch_{name}"), _INT()
         function.restype = ctypes.POINTER(ctypes.c_int32)
         numbers = function(ctypes.byref(count))
-        found, expected = [numbers[i] for i in range(count.value)], layout(last)
-        require(found == expected, "structs of the compiled kernels differ from Python's: {}, {}", found, expected)
+        theirs, ours = [numbers[i] for i in range(count.value)], layout(last)
+        require(theirs == ours, "structs of the compiled kernels differ from Python's: {}, {}", theirs, ours)
 
     def after_fork(self) -> None:
-        """Begin with a new lock and without thread pools; those of the parent do not exist in a child."""
+        """Drop lock and thread pools: the parent's threads do not exist in a child process."""
         self.lock = threading.Lock()  # one call at a time: threads and their scratch memory are shared
         self._runners: dict[int, int] = {}
 
@@ -182,7 +182,7 @@ class Library:
 
     @property
     def expands(self) -> bool:
-        """Whether compact weights are multiplied faster than bf16 ones; with AVX2, expanding them takes too long."""
+        """True if compact weights are multiplied faster than bf16 ones; with AVX2, expanding them takes too long."""
         return self.instruction_set != "avx2"
 
     def pack(
@@ -388,14 +388,14 @@ def library() -> Library | None:
 
 
 def shortfall() -> build.Shortfall | None:
-    """Why these kernels, or none, are used; None if they are the fastest that the processor supports."""
+    """The reason why these kernels, or none, are used; None if they are the fastest that the processor supports."""
     return _look().shortfall
 
 
 def why_not() -> str:
-    """Why ``library()`` is None; empty if it is not."""
-    found = _look()
-    return "" if found.shortfall is None or found.library is not None else found.shortfall.why
+    """The reason why ``library()`` is None; empty if it is not."""
+    result = _look()
+    return "" if result.shortfall is None or result.library is not None else result.shortfall.why
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-// The memory layout of packed weights, and packing.
+// Packing of weights, and the memory layout of packed ones.
 //
 // A packed weight [outputs, width] is a sequence of blocks of 32 outputs, the last one padded with zeros. A block contains
 //   bf16:  for every 2 of k the 32 outputs' pairs
@@ -8,7 +8,7 @@
 //   int4:  in groups of 32 of k, for every 8 of k the 32 outputs' values from 0 to 15, the later 4 of k in the high halves
 //          of the bytes (512 bytes a group), then the outputs' scales and minima in half precision:
 //          w = scale * value + minimum
-//   compact: as int4, for weights that are bf16: w = bf16(scale * value + minimum), which rows of bf16 are multiplied by
+//   compact: as int4, for bf16 weights: w = bf16(scale * value + minimum), multiplied by rows of bf16
 #pragma once
 
 #include "simd.h"
@@ -21,13 +21,13 @@ constexpr int MAX_VALUES = 1 << 24;  // limit of widths and numbers of rows: pro
 // The format of a packed weight; see KINDS in library.py.
 enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3, COMPACT = 4 };
 
-// the kind of the rows that weights of a kind are multiplied by; INT8 for both quantised ones
+// the kind of rows that multiply weights of this kind; INT8 for both quantised ones
 inline Kind kind_of_rows(int kind) {
   return kind == INT4 ? INT8 : kind == COMPACT ? BF16 : static_cast<Kind>(kind);
 }
 inline bool quantized(int kind) { return kind_of_rows(kind) == INT8; }
 
-// whether a weight has four bits a value, and scales and minima
+// true for weights in four bits, with scales and minima
 inline bool four_bits(int kind) { return kind == INT4 || kind == COMPACT; }
 
 struct Packed {
@@ -46,8 +46,8 @@ struct Packed {
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
 };
 
-// A copy of a weight in int8, and for each of its outputs, padded to whole blocks, bounds of what the copy lacks: a row x whose
-// copy in int8 lacks a vector of norm l has the output up to |x| error + l size. No data: there is no copy. See screen.h.
+// A copy of a weight in int8, and bounds of its error for each output, padded to whole blocks: if l is the norm of the rounding
+// error of a row x in int8, the output is off by at most |x| error + l size. No data: there is no copy. See screen.h.
 struct Screen {
   Packed copy;
   const float *error, *size;
@@ -96,8 +96,8 @@ void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima
   }
 }
 
-// Copies outputs of a weight to another of its kind and width, from output ``first`` on. Not for four bits: in the other formats
-// a block is a sequence of lines with four bytes of each output.
+// Copies outputs of a weight to another of its kind and width, from output ``first`` on. Not for weights in four bits: blocks of
+// the others are sequences of lines with four bytes of each output.
 void copy_outputs(const Packed& from, const int64_t* outputs, int count, const Packed& to, int first) {
   constexpr int WORD = 4;
   for (int i = 0; i < count; ++i) {
@@ -131,7 +131,7 @@ void check(const Screen& screen, const Packed& w) {
   require(screen.error != nullptr && screen.size != nullptr, "a screen has no bounds");
 }
 
-// whether w can be used in a pass of this kind: both are multiplied by the same rows
+// true if w can be used in a pass of this kind: both multiply the same rows
 inline bool matches(int kind, const Packed& w) { return kind_of_rows(kind) == kind_of_rows(w.kind); }
 
 void check(const Packed& w, int kind, int outputs, int width) {

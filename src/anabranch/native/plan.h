@@ -28,20 +28,20 @@ struct Shape {
 // the nodes of a pass
 struct RaggedBatch {
   int32_t batch, nodes;  // B, M
-  int32_t window;        // a node sees that many positions, its own included (0: all)
-  int32_t trailing;      // whether the nodes share the window of the newest committed token instead of one each
+  int32_t window;        // the number of positions that a node sees, including its own (0: all)
+  int32_t trailing;      // 1: all nodes see the window of the newest committed token, 0: each its own
   int32_t positions;     // rows of cos and sin
-  int32_t own;           // S: each of a batch row's first count / (1 + S) nodes also sees S nodes after these, its own
+  int32_t own;           // S: each of a batch row's first count / (1 + S) nodes also sees S of the later nodes, its own
   float* x;                // [M, D], in and out
   const float *cos, *sin;  // [positions, rope_dim]
   const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, possibly none
   const int64_t* lengths;  // committed tokens [B]
   const int64_t* parents;  // of each node [M], relative to its batch row; parents come first; -1: none; null: chains
-  const int64_t* turns;    // the row of cos and sin that is position 0 of each batch row [B]; null: 0
+  const int64_t* rotations;    // the row of cos and sin that is position 0 of each batch row [B]; null: 0
 
   int start(int b) const { return static_cast<int>(starts[b]); }
   int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
-  // number of nodes of a batch row that have nodes of their own, which follow them in the same order; all if ``own`` is 0
+  // number of nodes of a batch row that have nodes of their own (all if ``own`` is 0); these follow in the same order
   int owners(int b) const { return count(b) / (1 + own); }
   // number of keys visible to the last node of a batch row
   int span(int b) const { return static_cast<int>(lengths[b]) + count(b); }
@@ -78,14 +78,14 @@ struct AttentionTask {
 // the first run[i] of these are nodes 0, 1, 2, ...
 struct PassPlan : RaggedBatch {
   const int32_t* row;         // the batch row of each node [M]
-  const int64_t* turn_of;     // the row of cos and sin of each node [M]
+  const int64_t* rotation_of;     // the row of cos and sin of each node [M]
   const int32_t *offsets, *ancestors, *first, *run;
   std::vector<AttentionTask>* tasks;  // of one layer
 };
 
 // memory of a plan
 struct PlanMemory {
-  Workspace row, positions, turns, offsets, first, run;
+  Workspace row, positions, rotations, offsets, first, run;
   std::vector<int32_t> ancestors;
   std::vector<AttentionTask> tasks;
 };
@@ -108,7 +108,7 @@ struct Tail {
       lengths.push_back(whole.lengths[b] + prefill[b]);
     }
     batch = whole;
-    batch.nodes = static_cast<int32_t>(nodes.size());
+    batch.nodes = static_cast<int32_t>(nodes.size()), batch.x = nullptr;
     batch.starts = starts.data(), batch.lengths = lengths.data(), batch.parents = parents.data();
   }
 };
@@ -119,7 +119,7 @@ PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
   const int nodes = batch.nodes;
   int32_t *rows = memory.row.of<int32_t>(nodes), *offsets = memory.offsets.of<int32_t>(nodes + 1);
   int32_t *first = memory.first.of<int32_t>(nodes), *run = memory.run.of<int32_t>(nodes);
-  int64_t *positions = memory.positions.of<int64_t>(nodes), *turns = memory.turns.of<int64_t>(nodes);
+  int64_t *positions = memory.positions.of<int64_t>(nodes), *rotations = memory.rotations.of<int64_t>(nodes);
   std::vector<int32_t>& seen = memory.ancestors;
   seen.clear();
   for (int b = 0; b < batch.batch; ++b) std::fill(rows + batch.starts[b], rows + batch.starts[b + 1], b);
@@ -130,8 +130,8 @@ PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
     const int parent = batch.parents == nullptr ? node - 1 : static_cast<int>(batch.parents[i]), above = start + parent;
     const int64_t length = batch.lengths[rows[i]];
     positions[i] = parent < 0 ? length : positions[above] + 1;
-    turns[i] = positions[i] + (batch.turns == nullptr ? 0 : batch.turns[rows[i]]);
-    require(in_range(turns[i], 0, batch.positions - 1), "a position is beyond the rotary tables");
+    rotations[i] = positions[i] + (batch.rotations == nullptr ? 0 : batch.rotations[rows[i]]);
+    require(in_range(rotations[i], 0, batch.positions - 1), "a position is beyond the rotary tables");
     const int64_t newest = trailing ? length - 1 : positions[i];
     const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
     first[i] = static_cast<int32_t>(std::min(from, length));
@@ -150,7 +150,7 @@ PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
   PassPlan plan;
   static_cast<RaggedBatch&>(plan) = batch;
   plan.row = rows;
-  plan.turn_of = turns;
+  plan.rotation_of = rotations;
   plan.offsets = offsets;
   plan.ancestors = seen.data();
   plan.first = first;

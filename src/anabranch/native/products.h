@@ -34,7 +34,7 @@ inline int64_t row_offset(int64_t row, int width) {
 
 // ---- tiles --------------------------------------------------------------------------------------------------------
 
-// Whether rows of ``width`` values are multiplied in the matrix unit. This does not depend on the number of rows, since its
+// True if rows of ``width`` values are multiplied in the matrix unit. This must not depend on the number of rows, since its
 // sums are rounded in another order.
 template <class T>
 constexpr bool uses_matrix_tiles(int width) {
@@ -82,7 +82,7 @@ inline int multiply_rows_by(int m, int count, const T* x, int64_t stride, const 
   return n;
 }
 
-// Compact blocks as bf16, kept by each thread while it multiplies tile after tile by them: a layer alternates between two.
+// Compact blocks expanded to bf16, kept by each thread while it multiplies tile after tile; a layer alternates between two.
 class ExpandedBlocks {
  public:
   // Block b of w, which the first tile (m = 0) expands; null if there is no memory.
@@ -110,8 +110,8 @@ class ExpandedBlocks {
   Kept kept_[2];
 };
 
-// ``multiply_tile`` for groups of a compact block, each expanded in the first-level cache; prefetches as many groups from
-// ``next`` on
+// ``multiply_tile`` for groups of a compact block, each expanded in the first-level cache; prefetches the same number of groups
+// from ``next`` on
 template <class T>
 inline void multiply_expanding(int count, const T* x, int64_t stride, const char* from, int groups, const char* next,
                                Sums& acc) {
@@ -139,7 +139,7 @@ inline int multiply_compact(int m, int count, const T* x, const Packed& w, int b
   return n;
 }
 
-// the same for block b of a weight; rows have w.width values
+// ``multiply_rows_by`` for block b of any weight; rows have w.width values
 template <class T>
 inline int multiply_rows(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
   using P = Storage<T>;
@@ -192,6 +192,13 @@ inline void prefetch_weight(const Packed& w, int threads, int thread) {
   split_range(w.blocks(), threads, thread, &first, &last);
   const char* from = w.block(first);
   for (int i = 0; i < PREFETCH_BYTES; i += 64) prefetch(from + i);
+}
+
+// adds the bias (may be null) of block b, which has ``left`` outputs
+inline void add_bias(const float* bias, int b, int left, F32x16* low, F32x16* high) {
+  if (bias == nullptr) return;
+  *low = *low + masked_load(bias + b * BLOCK, left, zero());
+  *high = *high + masked_load(bias + b * BLOCK + 16, left - 16, zero());
 }
 
 // stores the first ``left`` of 32 outputs

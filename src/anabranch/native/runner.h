@@ -40,11 +40,11 @@ class Runner {
   std::map<const void*, std::shared_ptr<void>> extensions_;
 };
 
-// the runner of a call, with as many threads as have CPUs
+// the runner of a call, with the number of threads adapted to the CPUs that are free
 inline Runner& ready(void* runner) {
-  Runner& found = *static_cast<Runner*>(runner);
-  found.pool.adapt();
-  return found;
+  Runner& self = *static_cast<Runner*>(runner);
+  self.pool.adapt();
+  return self;
 }
 
 }  // namespace

@@ -116,7 +116,7 @@ inline void update_argmax(F32x16 scores, int count, int at, Argmax* best) {
   }
 }
 
-// The largest outputs y = x w' + bias of each row; each thread finds those in the blocks that it computes.
+// A search for the largest output y = x w' + bias of each row; each thread searches the blocks that it computes.
 template <class P>
 struct ArgmaxSearch {
   const P* x;
@@ -124,7 +124,7 @@ struct ArgmaxSearch {
   const Packed* w;
   const float* bias;
   void* buffer;
-  Argmax* found;  // [threads, count]
+  Argmax* best;  // [threads, count]
 };
 
 template <class P>
@@ -137,25 +137,22 @@ ArgmaxSearch<P> argmax_search(Runner& runner, const P* x, int count, const Packe
 template <class P>
 void search_argmax(ThreadPool& pool, const ArgmaxSearch<P>& search, int thread) {
   const Packed& w = *search.w;
-  Argmax* mine = search.found + static_cast<int64_t>(thread) * search.count;
+  Argmax* mine = search.best + static_cast<int64_t>(thread) * search.count;
   std::fill(mine, mine + search.count, Argmax{-INFINITY, -1});
   multiply_converted(pool, search.x, search.count, w, search.buffer, thread, [&](int m, int b, F32x16 low, F32x16 high) {
     const int left = w.outputs - b * BLOCK;
-    if (search.bias != nullptr) {
-      low = low + masked_load(search.bias + b * BLOCK, left, zero());
-      high = high + masked_load(search.bias + b * BLOCK + 16, left - 16, zero());
-    }
+    add_bias(search.bias, b, left, &low, &high);
     update_argmax(low, left, b * BLOCK, mine + m);
     update_argmax(high, left - 16, b * BLOCK + 16, mine + m);
   });
 }
 
 // The indices of the best among all threads; -1 if the largest score is not finite, or any is NaN.
-void reduce_argmax(const Argmax* found, int threads, int count, int64_t* places) {
+void reduce_argmax(const Argmax* results, int threads, int count, int64_t* places) {
   for (int m = 0; m < count; ++m) {
-    Argmax best = found[m];
+    Argmax best = results[m];
     for (int i = 1; i < threads; ++i) {
-      const Argmax& other = found[static_cast<int64_t>(i) * count + m];
+      const Argmax& other = results[static_cast<int64_t>(i) * count + m];
       if (other.value > best.value || (other.value == best.value && other.at < best.at)) best = other;
     }
     places[m] = std::isfinite(best.value) ? best.at : -1;
@@ -166,9 +163,9 @@ void reduce_argmax(const Argmax* found, int threads, int count, int64_t* places)
 void sample(Runner& runner, const float* z, int count, int width, float temperature, const uint64_t* keys, int64_t* places) {
   constexpr int PART = 512;
   const int threads = runner.pool.size();
-  Argmax* found = runner.argmax.of<Argmax>(static_cast<int64_t>(threads) * count);
+  Argmax* results = runner.argmax.of<Argmax>(static_cast<int64_t>(threads) * count);
   runner.pool.run([&](int thread) {
-    Argmax* mine = found + static_cast<int64_t>(thread) * count;
+    Argmax* mine = results + static_cast<int64_t>(thread) * count;
     std::fill(mine, mine + count, Argmax{-INFINITY, -1});
     int first, last;
     split_range((width + PART - 1) / PART, threads, thread, &first, &last);
@@ -190,7 +187,7 @@ void sample(Runner& runner, const float* z, int count, int width, float temperat
       }
     }
   });
-  reduce_argmax(found, threads, count, places);
+  reduce_argmax(results, threads, count, places);
 }
 
 }  // namespace

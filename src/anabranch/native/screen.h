@@ -5,8 +5,8 @@
 //     |x w - y v|  <=  |x| |w - v|  +  |x - y| |v|                                                  (Cauchy-Schwarz)
 //
 // so the copy bounds each output from both sides. Only an output whose upper bound reaches the largest lower bound can be
-// the largest. The blocks that have one are multiplied as if there were no copy, so the result is the same to the bit; they
-// are one in a hundred (docs/log.md), and the copy is read in half the time of bf16 weights.
+// the largest. Blocks with such outputs, one in a hundred (docs/log.md), are multiplied as if there were no copy, so the
+// result is the same to the bit; and the copy is read in half the time of bf16 weights.
 #pragma once
 
 #include <cmath>
@@ -15,11 +15,11 @@
 
 namespace {
 
-constexpr int SCREENED_ROWS = 16;          // at most: each further row has blocks of its own
-constexpr int BLOCKS_AT_ONCE = 16;         // that a thread looks through
-constexpr float ROOM = 1.001f;             // for the rounding of norms
-constexpr float LARGEST_NORM = 1e12f;      // of a row with bounds: sums of larger ones may overflow
-constexpr float UNDERFLOW_BOUND = 1e-30f;  // what products that are flushed to zero may lack
+constexpr int SCREENED_ROWS = 16;          // most rows of a screened search: each row adds blocks to multiply
+constexpr int BLOCKS_AT_ONCE = 16;         // blocks that a thread claims at a time
+constexpr float NORM_ROUNDING = 1.001f;    // upper bound of a norm over its computed value
+constexpr float MAX_NORM = 1e12f;          // of a screened row: sums of larger ones may overflow
+constexpr float UNDERFLOW_BOUND = 1e-30f;  // bound of products that are flushed to zero
 
 // ``screen`` may be null: then all blocks are multiplied, and the rest has no memory.
 template <class P>
@@ -46,22 +46,22 @@ ScreenedSearch<P> screened_search(Runner& runner, const P* x, int count, const P
   return made;
 }
 
-// the norms of a row and of what it lacks in int8
+// the norms of a row and of its rounding error in int8
 template <class P>
 void row_norms(const P* x, const QuantizedGroup* y, int width, float* norms) {
   alignas(64) float values[BLOCK];
-  float whole = 0.0f, lost = 0.0f;
+  float whole = 0.0f, error = 0.0f;
   for (int g = 0; g < width / BLOCK; ++g) {
     store16(values, load16(x + g * BLOCK));
     store16(values + 16, load16(x + g * BLOCK + 16));
     for (int i = 0; i < BLOCK; ++i) {
       const float difference = values[i] - y[g].scale * static_cast<float>(y[g].value[i]);
       whole += values[i] * values[i];
-      lost += difference * difference;
+      error += difference * difference;
     }
   }
-  norms[0] = ROOM * std::sqrt(whole);
-  norms[1] = ROOM * std::sqrt(lost);
+  norms[0] = NORM_ROUNDING * std::sqrt(whole);
+  norms[1] = NORM_ROUNDING * std::sqrt(error);
 }
 
 // a thread's part of a search
@@ -89,14 +89,14 @@ void search_argmax(ThreadPool& pool, const ScreenedSearch<P>& search, int thread
 
   multiply(pool, search.rows, count, screen.copy, thread, [&](int m, int b, F32x16 low, F32x16 high) {
     float* upper = search.upper + static_cast<int64_t>(m) * blocks + b;
-    const bool bounded = search.norms[2 * m] <= LARGEST_NORM && (b + 1) * BLOCK <= w.outputs;
+    const bool bounded = search.norms[2 * m] <= MAX_NORM && (b + 1) * BLOCK <= w.outputs;
     if (!bounded) {  // also NaN, and the padding of the last block
       *upper = INFINITY;
       return;
     }
-    const F32x16 whole = broadcast(search.norms[2 * m]), lost = broadcast(search.norms[2 * m + 1]);
+    const F32x16 whole = broadcast(search.norms[2 * m]), error = broadcast(search.norms[2 * m + 1]);
     const auto bound = [&](int at) {
-      return mul_add(whole, load16(screen.error + at), mul_add(lost, load16(screen.size + at), broadcast(UNDERFLOW_BOUND)));
+      return mul_add(whole, load16(screen.error + at), mul_add(error, load16(screen.size + at), broadcast(UNDERFLOW_BOUND)));
     };
     const F32x16 of_low = bound(b * BLOCK), of_high = bound(b * BLOCK + 16);
     *upper = reduce_max(max(low + of_low, high + of_high));
@@ -110,7 +110,7 @@ void search_argmax(ThreadPool& pool, const ScreenedSearch<P>& search, int thread
     for (int i = 1; i < pool.size(); ++i) largest = max(largest, search.lower[static_cast<int64_t>(i) * count + m]);
     floor[m] = reduce_max(largest);
   }
-  Argmax* mine = search.found + static_cast<int64_t>(thread) * count;
+  Argmax* mine = search.best + static_cast<int64_t>(thread) * count;
   std::fill(mine, mine + count, Argmax{-INFINITY, -1});
   pool.parallel_for((blocks + BLOCKS_AT_ONCE - 1) / BLOCKS_AT_ONCE, thread, [&](int part) {
     for (int b = part * BLOCKS_AT_ONCE; b < std::min(blocks, (part + 1) * BLOCKS_AT_ONCE); ++b)
@@ -129,7 +129,7 @@ template <class P>
 void choose(Runner& runner, const P* x, int count, const Packed& w, const float* bias, const Screen& screen, int64_t* places) {
   const ScreenedSearch<P> search = screened_search(runner, x, count, w, bias, screen);
   runner.pool.run([&](int thread) { search_argmax(runner.pool, search, thread); });
-  reduce_argmax(search.found, runner.pool.size(), count, places);
+  reduce_argmax(search.best, runner.pool.size(), count, places);
 }
 
 }  // namespace

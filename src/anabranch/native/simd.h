@@ -16,10 +16,10 @@
 // ---- types ----
 //   F32x16               16 floats; operators + - * /
 //   U32x16               16 uint32_t
-//   Operand<P>           what rows of P (bf16 or float) are converted to before they are multiplied with weights, keys or
-//                        values of P. Operand<float> is float. Operand<bf16> is bf16 or Rounded
+//   Operand<P>           the type to which rows of P (bf16 or float) are converted before they are multiplied with weights,
+//                        keys or values of P. Operand<float> is float. Operand<bf16> is bf16 or Rounded
 //   QuantizedGroup       32 values of a row in int8, for weights in int8 and int4: value[i] * scale. Each header adds members
-//                        of its own; products with a group that has a value which is not finite are NaN
+//                        of its own; products with a group that has a non-finite value are NaN
 //   KeyLanes             lane i has 32 bits of key i: one Operand<float>, or PER_LANE<Operand<bf16>> of Operand<bf16>
 //   Sums                 F32x16[MAX_TILE_ROWS][2]: 32 outputs of each row of a tile
 //
@@ -125,10 +125,9 @@ constexpr int PER_LANE = 4 / static_cast<int>(sizeof(T));
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Prefetches weights that so many rows will be multiplied by. On AMD's family 26 (Zen 5) they go into the first-level cache for
-// any number of rows: that is up to 15 % faster. Elsewhere they do so only for rows so few that memory is the limit: with more,
-// it is up to a quarter slower (docs/log.md), since that cache tracks few misses at a time, and the loads of the rows need it,
-// too.
+// Prefetches weights that ``rows`` rows will be multiplied by. On AMD's family 26 (Zen 5) they go into the first-level cache for
+// any number of rows, which is up to 15 % faster. Elsewhere only for few rows, when memory is the limit: with more it is up to a
+// quarter slower (docs/log.md), since that cache tracks few misses at a time, and the loads of the rows cause misses too.
 #ifdef ANABRANCH_PREFETCH_FIRST  // set by build.py
 inline void prefetch_for(int, const void* p) { prefetch(p); }
 #else
@@ -145,9 +144,25 @@ constexpr int GROUP_BYTES = 1024;
 template <>
 constexpr int GROUP_BYTES<Int4> = 640;
 
-// the most rows for which ``multiply_interleaved`` is faster than expanding first; 0: there is no such function
+// the largest number of rows for which ``multiply_interleaved`` is faster than expanding first; 0: there is no such function
 template <class T>
 constexpr int INTERLEAVED_ROWS = 0;
+
+// Sets the members of a QuantizedGroup besides its values, given the largest absolute value and the sum of those in int8:
+// ``sum`` is that of the values, for the minimum that int4 adds to each weight; ``offset`` is -128 times the sum in int8, for
+// int8 weights, which are stored as value + 128.
+template <class Group>
+inline void set_scale(Group* group, float most, int32_t sum) {
+  group->scale = most / 127.0f;
+  group->sum = group->scale * static_cast<float>(sum);
+  group->offset = -128 * sum;
+}
+
+template <class Group>
+inline void set_nan(Group* group) {
+  *group = {};
+  group->scale = group->sum = std::numeric_limits<float>::quiet_NaN();
+}
 
 // a mask of the first ``n`` of 16 lanes, a bit each
 inline uint32_t first_lanes(int n) { return n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1u; }

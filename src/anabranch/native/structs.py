@@ -57,14 +57,14 @@ class RaggedBatch(ctypes.Structure):
 
     nodes       total number of nodes
     positions   number of rows of ``cos`` and ``sin``
-    turns       the row of ``cos`` and ``sin`` that is position 0 of each batch row; null: 0
+    rotations       the row of ``cos`` and ``sin`` that is position 0 of each batch row; null: 0
     own         S: each of a batch row's first count / (1 + S) nodes also sees S of the nodes after these, its own
     x           the nodes' hidden states; null: the kernels use their own memory
     """
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions", "own")),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents", "turns")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents", "rotations")),
     )
 
 
@@ -91,7 +91,7 @@ LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Table, "words"),
     (Layer, "values"),
     (Shape, "head_stride"),
-    (RaggedBatch, "turns"),
+    (RaggedBatch, "rotations"),
     (Ends, "prefill"),
     (Screen, "size"),
 )

@@ -23,9 +23,9 @@ constexpr int MAX_THREADS = 1024;
 constexpr int SPINS_BEFORE_SLEEP = 100000;  // longer than the time in Python between two calls of a pass
 constexpr int SPINS_BEFORE_YIELD = 4000;
 
-// A thread without a CPU keeps the others waiting at the next barrier: after WINDOW of jobs, as many threads as lacked one in
-// it are left out, and after REST all are tried again. Two threads lack none on an idle machine with two CPUs, now and then
-// one for 25 ms, and one all the time beside a busy process, where they take twice as long as one thread does.
+// A thread without a CPU delays the others at the next barrier. So after each WINDOW of jobs, the pool shrinks by the number of
+// CPUs that were missing in it, and after REST all threads are used again. On an idle machine with two CPUs, two threads rarely
+// lack one, for 25 ms; while another process is busy they always lack one, and take twice as long as one thread.
 constexpr int64_t WINDOW = 60'000'000, REST = 1'000'000'000;  // nanoseconds
 
 inline int64_t nanoseconds(clockid_t clock) {
@@ -64,7 +64,7 @@ class ThreadPool {
   int size() const { return size_; }
   int most() const { return most_; }
 
-  // Choose ``size`` for the jobs of a call, which ends before the next call of this.
+  // Chooses ``size`` for the jobs of the next call.
   void adapt() {
     if (size_ == most_ && worked_ < WINDOW) return;
     const int64_t now = nanoseconds(CLOCK_MONOTONIC);
@@ -136,7 +136,7 @@ class ThreadPool {
     }
   }
 
-  // how long the calling thread has had no CPU, but for a constant
+  // time without a CPU of the calling thread, plus a constant
   static int64_t without_cpu() { return nanoseconds(CLOCK_MONOTONIC) - nanoseconds(CLOCK_THREAD_CPUTIME_ID); }
 
   // starts a job on the workers among the first ``threads``
@@ -172,12 +172,12 @@ class ThreadPool {
 
   // A thread, and the progress of its part: ``claimed`` is the number of the loop that last claimed from it, shifted left by 24
   // bits, plus the number of claimed indices. Loop numbers increase, so nothing has to be reset. ``loops`` counts the thread's
-  // own calls of parallel_for, which are the same for all threads of a job. Both may wrap around.
+  // calls of parallel_for, which all threads of a job make equally often. Both may wrap around.
   struct alignas(64) Member {
     std::atomic<uint64_t> claimed{0};
     uint64_t loops = 0;
     int64_t lacked = 0;        // nanoseconds of jobs without a CPU
-    std::atomic<int> jobs{0};  // started for it
+    std::atomic<int> jobs{0};  // number of jobs started
     std::condition_variable wake;
   };
 
@@ -186,9 +186,9 @@ class ThreadPool {
     int first, count;
   };
 
-  // Claims half of what is left of a thread's part of ``size`` indices: claiming them one by one takes a few percent of a pass
-  // (docs/log.md). 0 indices if none are left. If a faster thread has moved the counter on to a later loop, this part was
-  // already finished.
+  // Claims half of the remaining indices of a thread's part, which has ``size``: claiming them one by one takes a few percent of
+  // a pass (docs/log.md). 0 indices if none remain. If a faster thread has moved the counter to a later loop, this part is
+  // finished.
   Claim claim(int owner, uint64_t loop, int size) {
     std::atomic<uint64_t>& claimed = members_[static_cast<size_t>(owner)].claimed;
     const uint64_t begin = loop << 24;

@@ -11,7 +11,7 @@ namespace {
 
 struct TrailEntry {
   const float* main;               // main rows of a pass [rows, D]
-  const int64_t* nodes;            // the main row that each batch row trails [B]
+  const int64_t* nodes;            // index of the main row that each batch row trails [B]
   int32_t rows, streams_count;     // streams_count: S
   Table embedding;
   const int64_t* emitted;          // the token emitted at each of these nodes [B]
@@ -102,20 +102,12 @@ class TrailStart {
 template <class T>
 void trail(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const TrailEntry& entry,
            Storage<T>* states) {
-  PassPlan plan = plan_pass(batch, runner.plan);
-  plan.x = runner.x.of<float>(static_cast<int64_t>(plan.nodes) * s.d);
-  const Activations<T> rows = activations<T>(runner, s, layers, count, plan.nodes);
-  plan_attention(runner, s, rows, plan);
-  TrailStart<T> start(runner, s, plan, entry);
+  const PreparedPass<T> pass = prepare_pass<T>(runner, s, layers, count, batch, runner.plan, runner.x);
+  TrailStart<T> start(runner, s, pass.plan, entry);
   runner.pool.run([&](int thread) {
     start.run(thread);
-    run_layers<T>(runner, s, layers, count, plan, rows, nullptr, nullptr, 0, true, thread);
-    int first, last;
-    split_range(plan.nodes, runner.pool.size(), thread, &first, &last);
-    for (int i = first; i < last; ++i) {
-      const int64_t row = static_cast<int64_t>(i) * s.d;
-      rms_norm(plan.x + row, entry.norm, s.d, s.eps, states + row);
-    }
+    run_layers<T>(runner, s, layers, count, pass, nullptr, nullptr, 0, true, thread);
+    norm_rows(runner.pool, pass.plan, s, entry.norm, states, thread);
   });
 }
 
