@@ -217,7 +217,7 @@ class TraceWriter:
 
     def add(self, step: Step, kept: int | None = None) -> None:
         """Append a step, of which only ``kept`` tokens were emitted if a stop string cut it."""
-        seen = next((kept for w in self._watched if (kept := w.take(step.row)) is not None), None)
+        seen = next((taken for w in self._watched if (taken := w.take(step.row)) is not None), None)
         tree, judged, max_depth = (step.tree, None, None) if seen is None else seen
         for source in tree.sources:
             if source not in self._sources:

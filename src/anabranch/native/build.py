@@ -201,8 +201,8 @@ def _kept(folder: Path, key: str) -> ctypes.CDLL | None:
 def insecure(folder: Path) -> str:
     """The part of an existing folder's path that another user can write, by ssh's rules; empty if none.
 
-    Both the folder and the target of a symbolic link count. In a folder with the sticky bit, such as /tmp, others cannot
-    replace files of this user.
+    Both the folder and the target of a symbolic link count. In a folder with the sticky bit, such as /tmp, others
+    cannot replace files of this user.
     """
     named = Path(os.path.abspath(folder))
     for path in dict.fromkeys((named, *named.parents, named.resolve(), *named.resolve().parents)):
