@@ -49,7 +49,7 @@ def scores(target: Decoder) -> torch.Tensor:
         cache.add_row()
         target(Inputs.of_prompt(prompt(length, slot)), cache, slots=slice(slot, slot + 1), need="hidden")
         cache.commit([range(length)])
-    trees = [DraftTree.product(5, [[3, 4], [6, 7]]), DraftTree.chain(8, [9, 10])]
+    trees = [DraftTree.from_paths(5, [[3, 6], [3, 7], [4, 6], [4, 7]]), DraftTree.chain(8, [9, 10])]
     return logits_of(target(Inputs.of_trees(trees), cache)).float().cpu()
 
 

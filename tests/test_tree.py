@@ -93,24 +93,6 @@ def test_chain() -> None:
     assert DraftTree.chain(9, []).size == 1
 
 
-def test_product_drawing() -> None:
-    tree = DraftTree.product(9, [[1, 2], [3, 4]], level_log_probs=[[-1, -2], [-0.25, -0.5]])
-    assert tree.tokens.tolist() == [9, 1, 2, 3, 4, 3, 4]
-    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2]
-    assert tree.sources == ("target", *["draft"] * 6)
-    assert tree.log_probs.tolist() == [0, -1, -2, -1.25, -1.5, -2.25, -2.5]
-    assert DraftTree.product(9, []).size == 1
-    assert DraftTree.product(9, [[1, 2]], sources=["head 1"]).sources == ("target", "head 1", "head 1")
-
-
-@pytest.mark.parametrize(("branching", "gamma"), [(1, 4), (2, 3), (3, 3), (4, 2)])
-def test_product_has_the_papers_size(branching: int, gamma: int) -> None:
-    tree = DraftTree.product(0, [list(range(branching))] * gamma)
-    assert tree.size == 1 + sum(branching**g for g in range(1, gamma + 1))
-    assert tree.max_depth == gamma
-    assert len(tree.leaves) == branching**gamma
-
-
 def test_from_paths_drawing() -> None:
     tree = DraftTree.from_paths(9, [[1, 2], [1, 3], [2]])
     assert tree.tokens.tolist() == [9, 1, 2, 3, 2]

@@ -138,7 +138,8 @@ def top(words: Words, k: int) -> list[int]:
 
 def trees_of_all_kinds() -> dict[str, DraftTree]:
     top_k = DraftTree.from_paths(ROOT, [[word, next_word] for word in top((), 2) for next_word in top((word,), 2)])
-    product = DraftTree.product(ROOT, [top((), 2), top((0,), 2)], level_log_probs=[[-1, -2], [-1, -1.5]])
+    paths = [[word, below] for word in top((), 2) for below in top((0,), 2)]
+    product = DraftTree.from_paths(ROOT, paths, log_probs=[[x, x + y] for x in (-1, -2) for y in (-1, -1.5)])
     chain = DraftTree.chain(ROOT, [3, 1, 2, 0], log_probs=[-0.5, -1.2, -1.3, -9])
     return {
         "root": DraftTree.root(ROOT),
@@ -252,7 +253,7 @@ def test_the_wrong_replacement_errs() -> None:
 def test_rejection_refuses_trees_without_draft_probs() -> None:
     probs = torch.full((3, 4), 0.25)
     sampled = DraftTree.chain(0, [1, 2], draft_probs=probs[:2])
-    for tree in (DraftTree.chain(0, [1, 2]), sampled.select([0, 1, 2]), DraftTree.product(0, [[1, 2]])):
+    for tree in (DraftTree.chain(0, [1, 2]), sampled.select([0, 1, 2]), DraftTree.from_paths(0, [[1], [2]])):
         with pytest.raises(CapabilityError, match="use the rule 'match'"):
             reject(tree, probs, generator(0, 0))
 

@@ -124,47 +124,6 @@ class DraftTree:
         )
 
     @classmethod
-    def product(
-        cls,
-        root: int,
-        levels: Sequence[Sequence[int]],
-        *,
-        level_log_probs: Sequence[Sequence[float]] | None = None,
-        sources: Sequence[str] | None = None,
-    ) -> DraftTree:
-        """Return the papers' full product tree in breadth-first order: 1 + sum k^g nodes for gamma levels of k.
-
-        ``product(9, [[1, 2], [3, 4]])`` is
-
-            9 (0) +-- 1 (1) +-- 3 (3)        tokens   9  1  2  3  4  3  4
-                  |         +-- 4 (4)        parents -1  0  0  1  1  2  2
-                  +-- 2 (2) +-- 3 (5)
-                            +-- 4 (6)
-
-        levels           the tokens of each depth, best first
-        level_log_probs  the log probability of each of these tokens; they are summed along a path
-        sources          one label per level; "draft" if not given
-        """
-        names = ["draft"] * len(levels) if sources is None else sources
-        assert len(names) >= len(levels), "one source for each level"
-        tokens, parents = [np.array([root], np.int64)], [np.array([-1], np.int64)]
-        joint, labels = [np.zeros(1, np.float32)], ["target"]
-        start, width = 0, 1  # first node and number of nodes of the level above
-        for g, level in enumerate(levels):
-            tokens.append(np.tile(np.array(level, np.int64), width))
-            parents.append(np.repeat(np.arange(start, start + width, dtype=np.int64), len(level)))
-            if level_log_probs is not None:
-                joint.append((joint[-1][:, None] + np.array(level_log_probs[g], np.float32)[None, :]).ravel())
-            labels += [names[g]] * (width * len(level))
-            start, width = start + width, width * len(level)
-        return cls(
-            np.concatenate(tokens),
-            np.concatenate(parents),
-            sources=tuple(labels),
-            log_probs=None if level_log_probs is None else np.concatenate(joint),
-        )
-
-    @classmethod
     def from_paths(
         cls,
         root: int,

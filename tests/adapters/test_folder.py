@@ -46,14 +46,6 @@ def save(folder: Path, adapter: StreamAdapter, identity: TargetIdentity, **optio
     return save_adapter(folder, adapter, method=METHOD, target=identity, **{"training": {}, "measured": {}, **options})
 
 
-def first_version(folder: Path) -> None:
-    """Rewrite a folder's record as version 1 of the format had it."""
-    path = folder / "adapter_config.json"
-    record = json.loads(path.read_text(encoding="utf-8"))
-    name, config = record.pop("method"), record.pop("config")
-    path.write_text(json.dumps(record | {"format": f"anabranch {name}", "version": 1, name: config}), encoding="utf-8")
-
-
 @pytest.fixture
 def saved(target: Target, tmp_path: Path) -> Path:
     adapter = small_adapter(target.decoder, RICH, WORDS)
@@ -172,14 +164,13 @@ def test_a_folder_that_cannot_be_written(target: Target, tmp_path: Path) -> None
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
-    """Change fields of a record of either version, whose config version 1 keeps by another name; None removes one."""
+    """Change fields of a record; None removes one."""
 
     def apply(folder: Path) -> None:
         path = folder / "adapter_config.json"
         record = json.loads(path.read_text(encoding="utf-8"))
         for field, value in changes.items():
-            name = "streams" if field == "config" and "streams" in record else field
-            record.update({name: value}) if value is not None else record.pop(name)
+            record.update({field: value}) if value is not None else record.pop(field)
         path.write_text(json.dumps(record), encoding="utf-8")
 
     return apply
@@ -222,10 +213,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "not UTF-8": (lambda f: (f / "adapter_config.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as UTF-8"),
     "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "is not a JSON object"),
     "another format": (edit(format="peft"), "does not describe an adapter"),
-    "a newer version": (edit(version=3), "format version 3, and this anabranch reads 1 and 2"),
+    "a newer version": (edit(version=3), "format version 3, and this anabranch reads 2"),
     "a version that is no number": (edit(version=True), "format version True"),
     "no digest": (edit(sha256=None), "lacks 'sha256'"),
-    "a malformed config": (edit(config=[]), "lacks '(config|streams)'"),
+    "a malformed config": (edit(config=[]), "lacks 'config'"),
     "no fingerprint": (edit(target={"name": "toy"}), "which target"),
     "an unknown option": (edit(config={**RICH.to_dict(), "later": 1}), "'later'"),
     "a bad option": (edit(config={**RICH.to_dict(), "num_streams": -1}), "num_streams"),
@@ -271,12 +262,9 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_folders(name: str, version: int, saved: Path, target: Target) -> None:
+def test_bad_folders(name: str, saved: Path, target: Target) -> None:
     spoil, message = BAD[name]
-    if version == 1:
-        first_version(saved)
     spoil(saved)
     with pytest.raises(AdapterError, match=message) as caught:
         load_adapter(saved, target)
@@ -304,15 +292,6 @@ def test_records_of_unknown_methods_are_refused(
     spoil(saved)
     with pytest.raises(AdapterError, match=message):
         load_adapter(saved, target)
-
-
-def test_version_1_is_read_as_version_2(saved: Path, target: Target) -> None:
-    before, weights = read_record(saved), load_adapter(saved, target).module.state_dict()
-    first_version(saved)
-    assert read_record(saved) == before
-    loaded = load_adapter(saved, target)
-    assert loaded.method.name == "streams"
-    assert all(torch.equal(value, weights[name]) for name, value in loaded.module.state_dict().items())
 
 
 def test_values_that_the_targets_type_cannot_hold(saved: Path, target: Target) -> None:

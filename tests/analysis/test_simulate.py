@@ -168,7 +168,7 @@ def test_cuts_that_mean_nothing(wrong: dict[str, int]) -> None:
 
 
 def test_drafts_without_probabilities_have_no_best_nodes() -> None:
-    tree = DraftTree.product(9, [[1, 2], [3, 4]])
+    tree = DraftTree.from_paths(9, [[1, 3], [1, 4], [2, 3], [2, 4]])
     assert Cut(k=1, depth=1)(tree).tokens.tolist() == [9, 1]
     for cut in (Cut(nodes=3), Cut(threshold=0.1)):
         with pytest.raises(CapabilityError, match="no probabilities"):

@@ -103,11 +103,12 @@ def test_unverified_drafts_and_reject_do_not_go_together(tmp_path: Path) -> None
 
 
 def test_ranks() -> None:
-    believed = DraftTree.product(9, [[1, 2], [3, 4]], level_log_probs=[[-0.7, -0.5], [-0.1, -0.9]])
-    assert child_ranks(believed, (0, 1, 4)) == (1, 1)
-    assert child_ranks(believed, (0, 2)) == (0,)
-    assert child_ranks(believed, (0,)) == ()
-    assert child_ranks(DraftTree.product(9, [[1, 2]]), (0, 2)) == (1,)
+    log_probs = [[-0.7, -0.8], [-0.7, -1.6], [-0.5, -0.6]]
+    ranked = DraftTree.from_paths(9, [[1, 3], [1, 4], [2, 3]], log_probs=log_probs)
+    assert child_ranks(ranked, (0, 1, 3)) == (1, 1)
+    assert child_ranks(ranked, (0, 4)) == (0,)
+    assert child_ranks(ranked, (0,)) == ()
+    assert child_ranks(DraftTree.from_paths(9, [[1], [2]]), (0, 2)) == (1,)
 
 
 def test_impossible_nodes_survive(tmp_path: Path) -> None:

@@ -1,12 +1,8 @@
-"""The record of an adapter folder (adapter_config.json): read, checked, and converted to the current version.
+"""The record of an adapter folder (adapter_config.json), read and checked.
 
-Version 2 names the adapter's method and holds the config of the method's module:
+It names the adapter's method and holds the config of the method's module:
 
     {"format": "anabranch adapter", "version": 2, "method": NAME, "config": {...}, "target": {...}, "sha256": ..., ...}
-
-Version 1 named the method in the format and kept the config under that name:
-
-    {"format": "anabranch NAME", "version": 1, NAME: {...}, "target": {...}, "sha256": ..., ...}
 """
 
 from __future__ import annotations
@@ -22,17 +18,16 @@ from anabranch.support.jsonfiles import read_json, shown
 
 __all__ = ["CONFIG", "FORMAT", "VERSION", "method_of", "predicted_length", "read_record", "title_of"]
 
-PACKAGE = "anabranch"
-FORMAT, VERSION = f"{PACKAGE} adapter", 2
+FORMAT, VERSION = "anabranch adapter", 2
 CONFIG = "adapter_config.json"
 # required fields
 _FIELDS = {"method": str, "target": dict, "config": dict, "sha256": str, "training": dict, "measured": dict}
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read the record of an adapter folder, in the form of the current version.
+    """Read the record of an adapter folder.
 
-    Raises AdapterError if the folder or its config is missing, malformed, or of a newer format.
+    Raises AdapterError if the folder or its config is missing, malformed, or of another format version.
     """
     path = folder / CONFIG
     if not folder.is_dir():
@@ -42,34 +37,21 @@ def read_record(folder: Path) -> dict[str, Any]:
     record = read_json(path, "copy or train the adapter again", error=AdapterError)
     if sentence := peft_advice(folder, record):
         raise AdapterError(sentence)
-    written = record.get("format")
-    if not isinstance(written, str) or not written.startswith(f"{PACKAGE} "):
+    if record.get("format") != FORMAT:
         raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
     version = record.get("version")
-    if version not in (1, VERSION) or isinstance(version, bool):
+    if version != VERSION or isinstance(version, bool):
         raise AdapterError(
-            f"{path} has the format version {shown(version)}, and this anabranch reads 1 and {VERSION}; update "
-            "anabranch or train the adapter again"
+            f"{path} has the format version {shown(version)}, and this anabranch reads {VERSION}; update anabranch or "
+            "train the adapter again"
         )
-    name = written.removeprefix(f"{PACKAGE} ")
-    if version == 1:
-        record = _converted(record, name)
-    elif written != FORMAT:
-        raise AdapterError(f"{path} does not describe an adapter of anabranch; give a folder that 'train' wrote")
     for field, kind in _FIELDS.items():
         if not isinstance(record.get(field), kind):
-            stored = name if version == 1 and field == "config" else field
-            raise AdapterError(f"{path} lacks {stored!r} or has it malformed; copy or train the adapter again")
+            raise AdapterError(f"{path} lacks {field!r} or has it malformed; copy or train the adapter again")
     named = [record["target"].get(key) for key in ("name", "fingerprint")]
     if not all(isinstance(text, str) and text.isprintable() and len(text) < 500 for text in named):
         raise AdapterError(f"{path} does not say which target it belongs to; copy or train the adapter again")
     return record
-
-
-def _converted(record: dict[str, Any], name: str) -> dict[str, Any]:
-    """A record of version 1, for the method ``name``, in the form of version 2."""
-    rest = {field: value for field, value in record.items() if field != name}
-    return rest | {"format": FORMAT, "version": VERSION, "method": name, "config": record.get(name)}
 
 
 def title_of(target: dict[str, Any]) -> str:

@@ -99,11 +99,6 @@ class Cache:
         """Rows in use."""
         return len(self.lengths)
 
-    @property
-    def span(self) -> int:
-        """The positions that the longest row uses, including this step's tree."""
-        return max(self.lengths) + self._width
-
     # -- rows join and leave ---------------------------------------------------------------------
     def add_row(self, prompt: int = 0) -> int:
         """Take the next free row and return its slot. Raises InputError if all are in use.
