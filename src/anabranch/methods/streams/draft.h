@@ -6,8 +6,8 @@
 // with s_j the state of stream j. Without a conditioner the score is head . s_j, the same for all nodes of a level, and is
 // computed once. T is the type of the rows between two products; see products.h.
 //
-// Where the tokens on a node's path, or the last of these and of the text, occurred before, the distribution q of its
-// children is mixed with c, what followed the longest such match: (1 - w) q + w c. The weight depends on the length of the
+// If the newest tokens of a node's path and the text occurred before, the distribution q of its children is mixed with c, that
+// of the tokens after the occurrences of the longest match: (1 - w) q + w c. The weight depends on the length of the
 // match; see copying.py. Below the last stream, children are copied only.
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace {
 
-constexpr int LONGEST_MATCH = 8;    // tokens of a match that count
-constexpr int MOST_OCCURRENCES = 32;  // of the longest match that are looked at, the newest ones
+constexpr int LONGEST_MATCH = 8;      // tokens
+constexpr int MOST_OCCURRENCES = 32;  // occurrences of the longest match that are used, the newest ones
 
 struct DraftConfig {
   Table embedding;
@@ -30,13 +30,13 @@ struct DraftConfig {
   const int64_t *ids, *row_ids;          // token ids of the outputs of head and row_head
   int32_t d, depth;                      // model width, number of streams
   int32_t children, nodes, frontier;     // maximum children of a node, nodes of the tree, expanded nodes of a level
-  int32_t blocks;                        // blocks of the head scored per level: those with its stream's own best tokens
+  int32_t blocks;                        // blocks of the head scored per level: those with the best tokens of its stream
   float min_log_prob;                    // minimum joint log probability of a node
   const uint64_t* keys;                  // for sampled rows the keys of the levels' positions (else null); scores are then
   float score_scale, noise_scale;        // score * score_scale + noise * noise_scale
-  const int64_t* text;                   // the sequence, which ends with the root; null: nothing is copied from it
+  const int64_t* text;                   // the sequence, which ends with the root; null: no copying
   int64_t text_length;
-  // by the length of a match, from 1 token on: the weight of what followed it, and its probability below the last stream
+  // by the length of a match, from 1 token on: the weight w, and the probability of a copied token below the last stream
   float mixed[LONGEST_MATCH], alone[LONGEST_MATCH];
 };
 
@@ -53,7 +53,7 @@ class Drafter {
   // The tree's nodes by rank, the most probable first: tokens, parents, sources and joints, at most c.nodes with the root.
   struct Tree {
     int64_t *tokens, *parents;
-    int64_t* sources;  // the depth of nodes that a stream proposes; depth + 1 of the streams for those that are copied
+    int64_t* sources;  // the depth of nodes that a stream proposes; the number of streams + 1 for copied ones
     float* joints;     // joint log probabilities
   };
 
@@ -275,7 +275,7 @@ class Drafter {
     return c_.ids[chosen_[static_cast<size_t>(at / BLOCK)] * BLOCK + at % BLOCK];
   }
 
-  // Finds what followed the longest earlier occurrence of the tokens that end with an expanded node; returns its length.
+  // Finds the tokens after the occurrences of the longest match that ends with an expanded node; returns its length.
   int find_continuations(int expanded) {
     continuations_.clear();
     if (c_.text == nullptr) return 0;
@@ -302,7 +302,7 @@ class Drafter {
     return longest;
   }
 
-  // Adds the children of an expanded node that streams propose, at ``from`` among the values, mixed with what is copied.
+  // Adds the children of an expanded node: those of the streams, at ``from`` among the values, mixed with copied ones.
   void add_children(int expanded, int from) {
     const int match = find_continuations(expanded);
     const float joint = joints_[static_cast<size_t>(expanded)], weight = match == 0 ? 0.0f : c_.mixed[match - 1];
