@@ -106,7 +106,7 @@ CHAT = [
 
 def test_rows_of_prompt_and_completion_or_messages_need_no_template(tmp_path: Path) -> None:
     (row,) = rows_of(find_task(str(write(tmp_path / "p.jsonl", [{"prompt": "Say {x}", "completion": "y"}]))), "all")
-    assert (row.asked, row.references) == ("Say {x}", ("y",))
+    assert (row.chat, row.references) == ("Say {x}", ("y",))
     chats = [{"messages": CHAT}, {"messages": CHAT[1:]}]
     task = find_task(str(write(tmp_path / "m.jsonl", chats)))
     long, short = rows_of(task, "all")

@@ -22,7 +22,7 @@ from anabranch.errors import AdapterError, DeviceError, FileError, ModelError, M
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.families import FAMILIES, Source, model_config, module_rows, weight_source
+from anabranch.model.families import FAMILIES, model_config, module_rows, weight_source
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import free_memory
 
@@ -136,17 +136,13 @@ def stored_dtype(config: ModelConfig, tensors: SafetensorsDir, stated: torch.dty
     If they differ, it is the one ``stated`` in the config, or else float32.
     """
     _check_layers(config, tensors)  # before a decoder is built
-    used = {name for parameter, _ in build_decoder(config).named_parameters() for name in _names(config, parameter)}
+    sources = [weight_source(config, parameter) for parameter, _ in build_decoder(config).named_parameters()]
+    used = {name for source in sources for names in source.tensors for name in names}
     kinds = {_FLOATS[kind] for name, kind in tensors.kinds.items() if name in used and kind in _FLOATS}
     kinds = {torch.float32 if kind == torch.float64 else kind for kind in kinds}
     if len(kinds) == 1:
         return kinds.pop()
     return torch.float32 if stated is None else stated
-
-
-def _names(config: ModelConfig, parameter: str) -> set[str]:
-    """All names under which tensors of a parameter may be stored."""
-    return {name for names in weight_source(config, parameter).tensors for name in names}
 
 
 def build_decoder(
@@ -196,7 +192,7 @@ def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor)
     """Raise NumericsError for weights that are not finite; reads a tensor that is still in the CPU's caches."""
     if is_finite(value):
         return
-    named = _read_names(weight_source(config, name))
+    named = " + ".join(names[0] for names in weight_source(config, name).tensors)
     if is_finite(stored):
         kind = dtype_name(value.dtype)
         raise NumericsError(f"{named} has values out of the range of {kind}; load the model in bfloat16 or float32")
@@ -370,10 +366,6 @@ def assemble(config: ModelConfig, tensors: Mapping[str, Tensor], parameter: str,
         by_head = whole.view(config.num_heads, 3, config.head_dim, *tail)
         whole = by_head.transpose(0, 1).reshape(-1, *tail)
     return whole
-
-
-def _read_names(source: Source) -> str:
-    return " + ".join(names[0] for names in source.tensors)
 
 
 # -- identity --------------------------------------------------------------------------------------
