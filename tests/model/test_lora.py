@@ -282,7 +282,7 @@ def test_terms_that_do_not_fit(llama: Path, lora: Path) -> None:
     refused(lambda t: t.pop(key), f"lacks the terms of {Q}.*incomplete, or it was trained for another model")
     refused(lambda t: t.update({key: t[key][:5].clone()}), r"shape \(5, 3\).* \('acme/llama'\)")
     refused(lambda t: t.update({key: t[key] * float("nan")}), "not finite numbers")
-    refused(lambda t: t.update({key: t[key].long()}), "as int64; use float32")
+    refused(lambda t: t.update({key: t[key].long()}), "as int64; use weights in float32")
     head = "base_model.model.lm_head.lora_A.weight"
     refused(lambda t: t.update({head: torch.ones(3, 64)}), f"has {head}, and of a llama model only LoRA of q_proj")
     refused(lambda t: t.update({"x": torch.ones(1)}), "has x, and of a llama model only")
