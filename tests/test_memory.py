@@ -130,7 +130,7 @@ class Machine:
             self.most = max(self.most, self.used)
 
         monkeypatch.setattr(Cache, "__init__", watched)
-        monkeypatch.setattr(caches, "LEAST", 8)
+        monkeypatch.setattr(caches, "MIN_CAPACITY", 8)
         monkeypatch.setattr(module, "AHEAD", 2)
         for place in (caches, module):
             monkeypatch.setattr(place, "free_memory", lambda device=None: (self.tokens - self.used) * self.each)

@@ -525,7 +525,7 @@ def test_kept_texts_stay_within_their_memory() -> None:
 
 # -- the cache --------------------------------------------------------------------------------------------------------
 def test_the_cache_grows_while_rows_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "LEAST", 16)
+    monkeypatch.setattr(caches, "MIN_CAPACITY", 16)
     monkeypatch.setattr(module, "AHEAD", 1)
     target = small()
     adapter = small_adapter(target)
@@ -632,7 +632,7 @@ def test_a_prompt_that_leaves_its_neighbours_no_room_is_read_by_itself(monkeypat
     target = small()
     monkeypatch.setattr(type(target.backend), "ragged", True)
     scheduler = Scheduler(target, prefix_bytes=0)
-    monkeypatch.setattr(caches, "LEAST", 64)
+    monkeypatch.setattr(caches, "MIN_CAPACITY", 64)
     monkeypatch.setattr(module, "AHEAD", 23)
     first = scheduler.submit(request(30, 1, 30), PLAIN)
     for _ in range(4):

@@ -146,7 +146,7 @@ def trees_of_all_kinds() -> dict[str, DraftTree]:
         "chain": chain,
         "top-k": top_k,
         "product": product,
-        "pruned": product.select([0, 2, 5, 6]),
+        "pruned": product.select([0, 4, 5, 6]),
         "truncated": product.truncate(5),
         "merged": DraftTree.merge([chain, product, top_k], 7),
         "repeated siblings": DraftTree(np.array([0, 1, 1, 2, 3]), np.array([-1, 0, 0, 1, 2])),

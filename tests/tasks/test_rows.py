@@ -110,7 +110,7 @@ def test_rows_of_prompt_and_completion_or_messages_need_no_template(tmp_path: Pa
     chats = [{"messages": CHAT}, {"messages": CHAT[1:]}]
     task = find_task(str(write(tmp_path / "m.jsonl", chats)))
     long, short = rows_of(task, "all")
-    assert long.asked == (*CHAT[:2],)
+    assert long.chat == (*CHAT[:2],)
     assert long.prompt == "system: Be brief.\nuser: Which?"
     assert short.prompt == "Which?"
     assert short.references == long.references == ("Elm.",)
