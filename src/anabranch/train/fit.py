@@ -23,8 +23,8 @@ from anabranch.methods.tuning import QUALITY, TunedObjective
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target, load_target
-from anabranch.model.nf4 import Nf4Linear
 from anabranch.model.pack import pack_decoder
+from anabranch.model.training_formats import Nf4Linear
 from anabranch.support.memory import keep_memory
 from anabranch.train.advice import Watch, before
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, learner_of
