@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from anabranch import load
 from anabranch.api import Model
-from anabranch.errors import InputError
+from anabranch.errors import DeviceError, InputError
+from anabranch.learning.examples import Example
+from anabranch.train.job import train_adapter, trainable
 from children import SECONDS, in_child
+from small import as_target, small
 from toy_text import ToyFolders
 
 PROMPT = [3, 4, 5, 3, 4]
@@ -50,6 +54,26 @@ def test_a_child_decodes_and_loads(model: Model, toys: ToyFolders) -> None:
     in_child(lambda: load(toys.model, dtype="float32").generate(PROMPT, max_new_tokens=8).token_ids == alone)
     assert _parallel()
     assert model.generate(PROMPT, max_new_tokens=8).token_ids == alone
+
+
+@pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
+def test_a_child_trains_like_its_parent(tmp_path: Path) -> None:
+    method = trainable("medusa")
+    assert method.trained is not None
+    recipe = method.trained.training.recipe("small", {"held_out": 0, "batch_tokens": 60})
+    examples = [Example((3, 4, 5 + n), (7, 8, 9, 3 + n)) for n in range(6)]
+
+    def train(name: str) -> str:
+        return str(train_adapter(as_target(small()), method, recipe, examples, tmp_path / name)["sha256"])
+
+    alone = train("parent")
+    in_child(lambda: train("child") == alone)
+
+    def refuse(progress: object) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+    with pytest.raises(DeviceError, match="start it with multiprocessing's method 'spawn'"):
+        train_adapter(as_target(small()), method, recipe, examples, tmp_path / "gpu", report=refuse)
 
 
 def test_a_stream_goes_on_in_both_processes(model: Model) -> None:

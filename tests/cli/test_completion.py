@@ -32,6 +32,10 @@ def completed(*words: str) -> list[str]:
         (("chat", "--quantize", "int"), ["int8", "int4"]),
         (("bench", "--method", "prompt"), ["prompt_lookup"]),
         (("info", "smol"), ["smollm2-135m-instruct"]),
+        (("train", "streams", "--init", "smol"), ["smollm2-135m-instruct"]),
+        (("train", "streams", "--recipe", "paper"), ["paper-lossless", "paper-shared"]),
+        (("train", "streams", "--conditioning", "pa"), ["parent", "path"]),
+        (("train", "lora", "--target-format", "n"), ["nf4"]),
     ],
 )
 def test_values_are_completed(words: tuple[str, ...], values: list[str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["drafters", "one_of", "shipped", "shipped_or_default"]
+import typer
+
+__all__ = ["drafters", "one_of", "recipes", "shipped", "shipped_or_default", "starts"]
 
 Complete = Callable[[str], list[str]]
 
@@ -34,6 +36,19 @@ def shipped(incomplete: str) -> list[str]:
     """The name of an adapter that comes with the package."""
     folder = Path(__file__).parents[1] / "adapters" / "shipped"
     return _starting(sorted(path.name for path in folder.iterdir() if path.is_dir()), incomplete)
+
+
+def starts(incomplete: str) -> list[str]:
+    """What a training can start from: the shipped adapter for the model, one by name, or fresh weights."""
+    return [*_starting(["default", "none"], incomplete), *shipped(incomplete)]
+
+
+def recipes(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The recipes of the command that is completed."""
+    from anabranch.methods import TRAININGS, training
+
+    name = str(ctx.info_name)
+    return _starting(training(name).recipes if name in TRAININGS else (), incomplete)
 
 
 def shipped_or_default(incomplete: str) -> list[str]:

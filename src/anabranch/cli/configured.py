@@ -81,7 +81,12 @@ def extended(
     for name, option in more.items():
         first = next((shown_value(option.of(recipe, name)) for recipe in recipes.values()), "")
         default = f"  [default: {first}]" if first else ""
-        hint: Any = Annotated[Optional[option.kind], typer.Option(help=option.help + default)]  # noqa: UP045
+        values = next((option.choices(recipe, name) for recipe in recipes.values()), ())
+        completed = completion.one_of(*values) if values else None
+        hint: Any = Annotated[
+            Optional[option.kind],  # noqa: UP045 - an annotation made here
+            typer.Option(help=option.help + default, autocompletion=completed),
+        ]
         offered.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
     called.__doc__ = help
     single = typer.Typer(add_completion=False, **HELP)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli import options
+from anabranch.cli import completion, options
 from anabranch.cli.configured import extended
 from anabranch.cli.help import HELP, Verb, Verbs
 from anabranch.cli.train_answers import answers
@@ -103,13 +103,19 @@ class MethodTrainConfig(TrainConfig):
     """The options of ``anabranch train METHOD``."""
 
     data: OwnDataConfig = field(default=OwnDataConfig())
-    recipe: Annotated[str | None, typer.Option(help="use the values of this recipe, below (default: the first)")] = None
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="use the values of this recipe, below (default: the first)", autocompletion=completion.recipes
+        ),
+    ] = None
     init: Annotated[
         str | None,
         typer.Option(
             metavar="ADAPTER",
             help="start from this adapter: a folder, the name of one that ships, default (the one that ships for the "
             "model), or none for fresh weights (default: what the recipe says)",
+            autocompletion=completion.starts,
         ),
     ] = None
     figure: options.Figure = None

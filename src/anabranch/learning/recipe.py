@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from anabranch.errors import InputError
 
@@ -141,7 +141,15 @@ class Option:
 
     def of(self, recipe: Recipe, name: str) -> Any:
         """The value that a recipe has for this option, which is called ``name``."""
-        return getattr(getattr(recipe, self.part) if self.part else recipe, self.field or name)
+        return getattr(self._record(recipe), self.field or name)
+
+    def choices(self, recipe: Recipe, name: str) -> tuple[str, ...]:
+        """The values that this option can have; empty where they are not a few texts."""
+        hint = get_type_hints(type(self._record(recipe)))[self.field or name]
+        return get_args(hint) if get_origin(hint) is Literal else ()
+
+    def _record(self, recipe: Recipe) -> Any:
+        return getattr(recipe, self.part) if self.part else recipe
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from anabranch.support.jsonfiles import has_rows, is_whole, read_rows, read_whol
 __all__ = [
     "batches",
     "check_first",
+    "completion_of",
     "digest",
     "frequent_tokens",
     "left_out",
@@ -36,6 +37,7 @@ __all__ = [
     "read_examples",
     "read_texts",
     "split",
+    "text_of",
     "warn_of_dropped",
 ]
 
@@ -51,9 +53,7 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
-    for prompt, answer, source, name in rows_made(path, lambda number, record: _ids(number, record, path)):
-        if any(not 0 <= i < vocab_size for i in (*prompt, *answer)):
-            raise FileError(f"the row {name} of {path} has token ids outside the target's vocabulary")
+    for prompt, answer, source, name in rows_made(path, lambda n, record: completion_of(n, record, path, vocab_size)):
         if reason := left_out(len(prompt), len(answer), max_tokens):
             dropped[reason] += 1
             continue
@@ -64,15 +64,19 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
     return examples
 
 
-def _ids(number: int, record: Mapping[str, Any], path: Path) -> tuple[list[int], list[int], str, str]:
-    """Prompt, answer, source and name of a row of completions."""
-    found: list[Any] = [record.get(name) for name in ("prompt_ids", "answer_ids")]
-    if not all(isinstance(ids, list) and all(map(is_whole, ids)) for ids in found):
+def completion_of(
+    number: int, record: Mapping[str, Any], path: Path, vocab_size: int | None = None
+) -> tuple[list[int], list[int], str, str]:
+    """Prompt, answer, source and name of a row of completions, with ids below ``vocab_size``. Raises FileError."""
+    pair: list[Any] = [record.get(name) for name in ("prompt_ids", "answer_ids")]
+    if not all(isinstance(ids, list) and all(map(is_whole, ids)) for ids in pair):
         raise FileError(
             f"line {number} of {path} is not a JSON object with lists of ids prompt_ids and answer_ids"
             f"{_as_task(record, path)}"
         )
-    return *found, str(record.get("source", "")), str(record.get("id", number))
+    if vocab_size is not None and not all(0 <= i < vocab_size for ids in pair for i in ids):
+        raise FileError(f"line {number} of {path} has token ids outside the target's vocabulary")
+    return *pair, str(record.get("source", "")), str(record.get("id", number))
 
 
 def check_first(path: Path, *, completions: bool) -> None:
@@ -80,7 +84,7 @@ def check_first(path: Path, *, completions: bool) -> None:
     if not completions and not has_rows(path):
         return
     for number, record in itertools.islice(read_rows(path), 1):
-        _ = _ids(number, record, path) if completions else _text(number, record, path)
+        _ = completion_of(number, record, path) if completions else text_of(number, record, path)
 
 
 def left_out(prompt: int, answer: int, max_tokens: int) -> str:
@@ -141,15 +145,15 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     """The texts of a file with their sources."""
     if not has_rows(path):
         return [(read_whole(path), _name(path))]
-    return rows_made(path, lambda number, record: _text(number, record, path))
+    return rows_made(path, lambda number, record: text_of(number, record, path))
 
 
 def _name(path: Path) -> str:
     return path.name.split(".")[0]
 
 
-def _text(number: int, record: Mapping[str, Any], path: Path) -> tuple[str, str]:
-    """The text of a row and its source."""
+def text_of(number: int, record: Mapping[str, Any], path: Path) -> tuple[str, str]:
+    """The text of a row and its source. Raises FileError."""
     if not isinstance(record.get("text"), str):
         fields = ", ".join(record) or "none"
         raise FileError(

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from anabranch.errors import FileError, InputError
 from anabranch.model.load import Target
 from anabranch.model.text import encode, foreign_errors
-from anabranch.support.files import LONE_SURROGATES
-from anabranch.support.jsonfiles import has_rows, is_whole, open_text, read_rows
+from anabranch.support.jsonfiles import has_rows, open_text, read_rows
+from anabranch.train.data import completion_of, text_of
 from anabranch.train.job import check_answers, check_data
 
 __all__ = ["read_documents"]
@@ -47,26 +47,12 @@ def read_documents(
 
 def _completions(path: Path, vocab_size: int) -> Iterator[NDArray[np.int64]]:
     for number, record in read_rows(path):
-        prompt, answer = (record.get(name) for name in ("prompt_ids", "answer_ids"))
-        for ids in (prompt, answer):
-            if not isinstance(ids, list) or not all(is_whole(i, 0, vocab_size - 1) for i in ids):
-                raise FileError(
-                    f"line {number} of {path} is not a JSON object with lists prompt_ids and answer_ids of this "
-                    "target's token ids; correct or delete the line"
-                )
-        assert isinstance(prompt, list)
-        assert isinstance(answer, list)
+        prompt, answer, _, _ = completion_of(number, record, path, vocab_size)
         yield np.array([*prompt[-CONTEXT:], *answer], np.int64)
 
 
 def _rows(path: Path) -> Iterator[str]:
-    for number, record in read_rows(path):
-        text = record.get("text")
-        if not isinstance(text, str):
-            raise FileError(f"line {number} of {path} is not a JSON object with a field 'text'; correct the line")
-        if LONE_SURROGATES.search(text):
-            raise FileError(f"line {number} of {path} contains an unpaired surrogate; correct or delete the line")
-        yield text
+    return (text_of(number, record, path)[0] for number, record in read_rows(path))
 
 
 def _pieces(path: Path) -> Iterator[str]:

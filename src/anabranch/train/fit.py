@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from anabranch.drafting.trained import Learn, Trainable
-from anabranch.errors import CapabilityError, InputError, TrainingWarning
+from anabranch.errors import CapabilityError, DeviceError, InputError, TrainingWarning
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.tuning import QUALITY, TunedObjective
@@ -142,7 +143,8 @@ def fit(
     untuned: dict[str, float] = {}
     if isinstance(objective, TunedObjective) and held_out and trainer.evaluating:
         untuned = objective.untuned(held_out)
-    evaluation = trainer.run(_watched(options.get("report"), run, held_out=bool(held_out)), resume=resume)
+    with _not_after_fork():
+        evaluation = trainer.run(_watched(options.get("report"), run, held_out=bool(held_out)), resume=resume)
     on_own = trainer.evaluate_on(own) if own and trainer.evaluating else {}
     if not processes.first:
         return None
@@ -168,6 +170,20 @@ def fit(
         "max_tokens": recipe.max_tokens,
     }
     return Fitted(module, record, measured)
+
+
+@contextmanager
+def _not_after_fork() -> Iterator[None]:
+    """Say what to do where PyTorch cannot train in a forked process: its parent has used a GPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "fork" not in str(error):
+            raise
+        raise DeviceError(
+            "a process that was forked from one that uses a GPU cannot train; start it with multiprocessing's method "
+            "'spawn', or train in a program of its own"
+        ) from error
 
 
 def _watched(report: Callable[[Progress], None] | None, run: Path, *, held_out: bool) -> Callable[[Progress], None]:
