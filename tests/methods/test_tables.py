@@ -322,9 +322,7 @@ def test_completions_have_the_end_of_their_prompts_before_them(tmp_path: Path) -
         {"prompt_ids": 1, "answer_ids": []},
     ):
         path.write_text(json.dumps(bad) + "\n")
-        with pytest.raises(
-            FileError, match=r"line 1 of .* (is not a JSON object with lists|has token ids outside)"
-        ):
+        with pytest.raises(FileError, match=r"line 1 of .* (is not a JSON object with lists|has token ids outside)"):
             texts(path, kind="answers")
     (tmp_path / "a.jsonl.settings.json").write_text("{}")
 
