@@ -198,7 +198,7 @@ def test_what_tune_found_comes_first(home: Path) -> None:
     found = settle(target)
     assert (found.origin, found.when) == ("tuned", "2026-11-01")
     assert [found.costs.pass_ms(nodes, 1, 0.0) for nodes in (1, 8)] == pytest.approx([5.0, 10.0])
-    assert found.costs.draft_ms("any", 2) == pytest.approx(10.0)
+    assert found.costs.draft_ms("any") == pytest.approx(5.0)
 
 
 # -- costs that follow the passes -------------------------------------------------------------------------------

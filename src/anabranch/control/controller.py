@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from operator import itemgetter
 from typing import NamedTuple
@@ -40,7 +40,7 @@ RATE = 0.05  # weight of the newest step in a moving average
 MEMORY = 1000.0  # tokens after which a comparison of yields with plans counts a third
 PERIOD = 4  # steps for which a plan is kept while the batch stays the same
 NEAR = 0.85  # times the best rate that a mode has to be expected to reach to be tried again
-EXPLORE = 64  # steps until another mode is tried; twice as many each time that changes nothing
+EXPLORE = 64  # steps until an unused mode is tried; twice as many after each time that it was not the best
 
 
 def best_count(probs: Sequence[float] | NDArray[np.float64], ms: Sequence[float] | NDArray[np.float64]) -> int:
@@ -91,8 +91,8 @@ class DraftStats:
 
     acceptance  by rank: the probability that the best, second best, ... draft node of a row is accepted
     usual       the same over many more steps: where a new sequence starts
-    fixed_ms    of a step beside its forward pass: draft, verification, commit, preparing the next draft
-    node_ms     the same for each node drafted
+    fixed_ms    of a step beside its forward pass, a row: draft, verification, commit, preparing the next draft
+    node_ms     the same for each node of its draft
     drafts      seen so far, and ``steps`` timed
     tokens      emitted by these steps, recent ones counting most, and ``predicted`` for the time that they took
     """
@@ -106,9 +106,9 @@ class DraftStats:
     tokens: float = MEMORY / 4
     predicted: float = MEMORY / 4
 
-    def draft_ms(self, nodes: int) -> float:
-        """Milliseconds beside the pass of a step for which ``nodes`` nodes are drafted in all."""
-        return self.fixed_ms + self.node_ms * nodes
+    def draft_ms(self, nodes: int, rows: int) -> float:
+        """Milliseconds beside the pass of a step of some rows with drafts of ``nodes`` nodes each."""
+        return rows * (self.fixed_ms + self.node_ms * nodes)
 
     def with_draft(self, probs: Sequence[Sequence[float]], nodes: int) -> DraftStats:
         """Update the acceptance with probabilities of rows' draft nodes, at most ``nodes`` with the root."""
@@ -125,22 +125,23 @@ class DraftStats:
             ratio = sum(now) / max(1e-9, sum(before[:size]))
             return (*now, *[min(now[-1], ratio * old) for old in before[size:]])
 
-        first = 1 / (4 + self.drafts)
-        acceptance, usual = moved(self.acceptance, max(RATE, first)), moved(self.usual, max(RATE / 5, first))
+        # the first drafts count more: the prior is worth four of them, and for other sequences sixteen
+        acceptance = moved(self.acceptance, max(RATE, 1 / (4 + self.drafts)))
+        usual = moved(self.usual, max(RATE / 5, 1 / (16 + self.drafts)))
         return replace(self, acceptance=acceptance, usual=usual, drafts=self.drafts + 1)
 
-    def with_step(self, tokens: int, predicted: float, nodes: int, ms: float) -> DraftStats:
+    def with_step(self, tokens: int, predicted: float, nodes: int, rows: int, ms: float) -> DraftStats:
         """Update with a timed step.
 
         tokens, predicted  that it emitted, and that were predicted for the time that it took
-        nodes, ms          that were drafted for it, and its milliseconds beside the pass
+        nodes, rows, ms    of each row's draft, in the batch, and its milliseconds beside the pass
         """
-        known, steps = self.draft_ms(nodes), self.steps + 1
+        ms, known, steps, x = ms / rows, self.draft_ms(nodes, 1), self.steps + 1, nodes / 16
         if not self.steps or (steps <= PERIOD and ms < known):  # the first times include what happens only once
-            fixed, per_node = (0.5 * ms, 0.5 * ms / nodes) if nodes > 1 else (ms, 0.0)
+            fixed, per_node = ms / (1 + x / 2), ms * x / 2 / (1 + x / 2) / max(1, nodes)
         else:
-            change = max(RATE, 1 / steps) * (min(ms, CLIP * known) - known) / (2 if nodes > 1 else 1)
-            fixed, per_node = self.fixed_ms + change, self.node_ms + (change / nodes if nodes > 1 else 0.0)
+            change = max(RATE, 1 / steps) * (min(ms, CLIP * known) - known) / (1 + x * x)
+            fixed, per_node = self.fixed_ms + change, self.node_ms + change * x / 16
         left = math.exp(-tokens / MEMORY)
         return replace(
             self,
@@ -159,15 +160,17 @@ class DraftStats:
 
 @dataclass
 class _Schedule:
-    """The plan in use for a drafter at one order of the batch size, and when another mode is tried."""
+    """The plan in use for a drafter at one order of the batch size, and when other modes are tried.
+
+    used, wait  by mode: the step when it was last used, and the steps from then until it is tried
+    """
 
     plan: Plan = NOTHING
-    batch: tuple[int, ...] = ()  # for which it was made
+    batch: tuple[int, ...] = ()  # for which the plan was made
     age: int = 0
-    best: int = 0  # mode
-    idle: int = 0  # steps since another mode was tried
-    wait: int = EXPLORE
-    turn: int = 0
+    step: int = 0
+    used: dict[int, int] = field(default_factory=dict)
+    wait: dict[int, int] = field(default_factory=dict)
 
 
 class Controller:
@@ -192,22 +195,22 @@ class Controller:
             if seen:
                 nearest = min(seen, key=lambda order: abs(order - key[2]))
                 known = self._stats[drafter.name, mode, nearest]
-                known = replace(known, fixed_ms=known.fixed_ms * 2.0 ** (key[2] - nearest), drafts=0, steps=0)
+                known = replace(known, drafts=0, steps=0)
             else:
                 acceptance = PRIOR[: max(1, drafter.max_nodes - 1)]
-                if mode == 1:  # free drafts count for nothing until they were seen
-                    acceptance = (0.0,) * len(acceptance)
                 length = 0.0 if self.choice is None else self.choice.lengths.get(drafter.spec, 0.0)
                 if length and mode > 1:
                     share = (length - 1) / sum(PRIOR[:15])  # cards predict the length of drafts of 16 nodes
                     acceptance = tuple(share * prob for prob in acceptance)
-                draft_ms = self.costs.draft_ms(drafter.name, rows) if mode > 1 else 0.0
+                draft_ms = self.costs.draft_ms(drafter.name) if mode > 1 else 0.0
                 known = DraftStats(acceptance, acceptance, fixed_ms=draft_ms)
             self._stats[key] = known
         return known
 
     def joined(self, drafter: Drafter, rows: int) -> None:
-        """A sequence joined the ``rows`` of a drafter."""
+        """A sequence joined the ``rows`` of a drafter; one that is alone tries other modes anew."""
+        if rows == 1 and (schedule := self._schedules.get((drafter.name, 1))) is not None:
+            schedule.wait.clear()
         for mode in (1, 2, 3):
             key = drafter.name, mode, rows.bit_length()
             if key in self._stats:
@@ -238,7 +241,7 @@ class Controller:
         """The plan in use, or a new one every ``PERIOD`` steps, for another batch, and where the plan fails."""
         schedule = self._schedules.setdefault((drafter.name, rows.bit_length()), _Schedule())
         schedule.age += 1
-        schedule.idle += 1
+        schedule.step += 1
         kept = schedule.batch == (count, rows, others) and schedule.age < PERIOD
         if kept and self.stats(drafter, schedule.plan.mode, rows).steps >= PERIOD:
             return schedule.plan
@@ -248,18 +251,19 @@ class Controller:
         if kept and 2 * now.rate > best.rate:  # a mode that was hardly tried yet
             schedule.plan = now
             return now
-        if best.mode != schedule.best:
-            schedule.best, schedule.wait = best.mode, EXPLORE
-        if schedule.idle >= schedule.wait:
-            schedule.idle, schedule.wait, schedule.turn = 0, 2 * schedule.wait, schedule.turn + 1
-            tried = [plan for plan in plans if plan is not best and self._worth_trying(drafter, plan, best, rows)]
-            best = tried[schedule.turn % len(tried)] if tried else best
+        schedule.wait[best.mode] = EXPLORE
+        waited = {plan: schedule.step - schedule.used.setdefault(plan.mode, 0) for plan in plans}
+        due = [plan for plan in plans if waited[plan] >= schedule.wait.setdefault(plan.mode, EXPLORE)]
+        if tried := [plan for plan in due if plan is not best and self._worth_trying(drafter, plan, best, rows)]:
+            best = tried[0]
+            schedule.wait[best.mode] *= 2
+        schedule.used[best.mode] = schedule.step
         schedule.plan, schedule.batch, schedule.age = best, (count, rows, others), 0
         return best
 
     def _worth_trying(self, drafter: Drafter, plan: Plan, best: Plan, rows: int) -> bool:
-        """Whether another mode than the best may turn out faster: not where steps showed it to be far behind."""
-        return plan.rate > NEAR * best.rate or self.stats(drafter, plan.mode, rows).steps < 2
+        """Whether another mode may turn out faster: if it is expected to be near, or its only step was interrupted."""
+        return plan.rate > NEAR * best.rate or self.stats(drafter, plan.mode, rows).steps == 1
 
     def _modes(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> list[Plan]:
         """The best plan of each mode, for ``count`` of the ``rows``, beside ``others`` nodes."""
@@ -284,7 +288,7 @@ class Controller:
         factor, best = stats.tokens / stats.predicted, Plan(sizes[0], lead)
         for nodes in sizes:
             probes = drafter.probes if nodes > 1 else 0
-            beside = stats.draft_ms(count * nodes)
+            beside = stats.draft_ms(nodes, rows)
             # free drafts are as large as they can be, and seldom all of it is verified
             for verified in (n for n in (1, *BUDGETS) if n <= len(gains)) if free else (max(1, nodes),):
                 ms = self.costs.pass_ms(others + count * (verified + probes), rows, context) + beside
@@ -334,7 +338,7 @@ class Controller:
         """How many nodes of each tree in ``probs`` to verify: of all rows together, those of the highest rate."""
         count, context = len(rows), sum(len(row.tokens) for row in rows) / len(rows)
         beside = sum(
-            self.stats(drafter, plan.mode, count).draft_ms(plan.nodes * drafters.count(drafter))
+            self.stats(drafter, plan.mode, count).draft_ms(plan.nodes, drafters.count(drafter))
             for drafter, plan in plans.items()
             if drafter.adaptive
         )
@@ -375,7 +379,7 @@ class Controller:
         if plan.tokens:
             ms = min(ms, CLIP * plan.ms)
         predicted = plan.tokens * ms / plan.ms
-        made = stats.with_step(tokens if predicted else 0, predicted, rows * plan.nodes, other_ms)
+        made = stats.with_step(tokens if predicted else 0, predicted, plan.nodes, rows, other_ms)
         self._stats[drafter.name, plan.mode, rows.bit_length()] = made
         if self.choice is not None and drafter.spec:
             self.choice.saw(drafter.spec, rows, tokens / rows, ms / self._plain_ms(drafter, rows, context))
@@ -393,11 +397,12 @@ class Controller:
             self.choice = Choice()
         expected = {}
         for drafter in drafters:
-            rate = max(plan.rate for plan in self._modes(drafter, rows, rows, 0, context))
+            plans = self._modes(drafter, rows, rows, 0, context)
+            rate = max(plan.rate for plan in plans if plan.mode != 1)
             expected[drafter.spec] = max(1e-3, rate * self._plain_ms(drafter, rows, context) / rows)
         chosen = self.choice.choose(expected, rows, using=None if using is None else using.spec)
         return next(drafter for drafter in drafters if drafter.spec == chosen)
 
     def _plain_ms(self, drafter: Drafter, rows: int, context: float) -> float:
         """Milliseconds of a step without a draft."""
-        return self.costs.pass_ms(rows, rows, context) + self.stats(drafter, 0, rows).draft_ms(0)
+        return self.costs.pass_ms(rows, rows, context) + self.stats(drafter, 0, rows).draft_ms(0, rows)

@@ -110,9 +110,9 @@ class Costs:
         curve[0] = 0.0
         self._curve: list[float] = np.maximum.accumulate(curve).tolist()
 
-    def draft_ms(self, drafter: str, rows: int) -> float:
-        """Milliseconds of drafting for some rows, before any draft was timed; 0: unknown."""
-        return rows * self.drafts.get(drafter, self.drafts.get("", 0.0))
+    def draft_ms(self, drafter: str) -> float:
+        """Milliseconds of drafting for a row, before any draft was timed; 0: unknown."""
+        return self.drafts.get(drafter, self.drafts.get("", 0.0))
 
     def pass_ms(self, nodes: int, rows: int, context: float) -> float:
         """Milliseconds of a pass over ``nodes`` nodes in all, in rows with ``context`` tokens each in the cache."""
