@@ -60,7 +60,7 @@ def drafters() -> Iterator[tuple[str, str, str, str]]:
             if issubclass(method.settings, cls) and method.name != name:
                 inherited = {field.name for field in fields(cls)}
                 yield _linked(method), f"those of `{name}`", "", ""
-        seen[method.settings] = method.name
+        seen.setdefault(method.settings, method.name)
         first = "" if inherited else _linked(method)
         for field in fields(method.settings):
             if field.name not in told:

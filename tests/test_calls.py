@@ -16,9 +16,8 @@ from anabranch.bench.cells import CALL_TITLES, call_cells, calls_per_token
 from anabranch.cli.show import passes
 from anabranch.decoding.engine import Request
 from anabranch.decoding.stats import Stats
-from anabranch.drafting.autoregressive import Shape
 from anabranch.methods import Drafter, make_drafter
-from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
@@ -41,7 +40,7 @@ def _drafter(name: str, target: Decoder) -> Drafter:
     config = target.config
     if name in ("draft_model", "staged"):
         inner = PromptLookupDrafter(tokens=4) if name == "staged" else None
-        return DraftModelDrafter(target, copy.deepcopy(target), Shape("chain", 4), inner=inner)
+        return DraftModelDrafter(target, copy.deepcopy(target), DraftModelSettings("chain", tokens="4"), inner=inner)
     if name.startswith("eagle"):
         return make_drafter(name, target, _fresh(EagleModule(config, EagleConfig())))
     if name.startswith("hydra"):

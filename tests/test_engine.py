@@ -19,7 +19,7 @@ from anabranch.errors import AnabranchError, CapabilityError, InputError, Numeri
 from anabranch.methods.lookahead import LookaheadDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
-from anabranch.methods.streams.draft import DraftOptions
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.suffix import SuffixDrafter
 from anabranch.model.cache import Cache
@@ -44,13 +44,13 @@ from small import (
     small_adapter,
 )
 
-BEST = DraftOptions(nodes=10, k=4)
+BEST = StreamSettings(nodes=10, k=4)
 FREQUENT = torch.arange(0, VOCABULARY, 2)
 
 
 def streams(target: Decoder, **options: object) -> StreamDrafter:
     tree = options.pop("tree", BEST)
-    return StreamDrafter(target, small_adapter(target), tree, **options)
+    return StreamDrafter(target, small_adapter(target), replace(tree, **options))
 
 
 DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
@@ -62,8 +62,8 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "trail": lambda target: streams(target, placement="trail"),
     "pruned-ride": lambda target: streams(target, placement="ride", prune=5),
     "pruned-trail": lambda target: streams(target, placement="trail", prune=5),
-    "product": lambda target: streams(target, tree=DraftOptions(tree="product", k=2)),
-    "chain": lambda target: streams(target, tree=DraftOptions(tree="chain")),
+    "product": lambda target: streams(target, tree=StreamSettings(tree="product", k=2)),
+    "chain": lambda target: streams(target, tree=StreamSettings(tree="chain")),
     "frequent": lambda target: StreamDrafter(target, small_adapter(target, RICH, FREQUENT), BEST),
     "combined": lambda target: CombinedDrafter([streams(target), PromptLookupDrafter()], nodes=10),
     "streams+suffix": lambda target: CombinedDrafter([streams(target), SuffixDrafter()], nodes=10),
@@ -403,7 +403,7 @@ class _Overflowing:
 def test_scores_that_are_not_numbers_emit_nothing_and_free_the_rows(value: float, options: dict[str, Any]) -> None:
     decoder = small()
     sampled = options.get("rule") == "rejection"
-    drafter = streams(decoder, tree=DraftOptions(tree="chain")) if sampled else NoDrafter()
+    drafter = streams(decoder, tree=StreamSettings(tree="chain")) if sampled else NoDrafter()
     engine = Engine(decoder, drafter, rows=2, capacity=64)
     spoiled = _Overflowing(decoder, value, after=2)
     try:

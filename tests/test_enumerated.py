@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import Drafter, Row, make_drafter
-from anabranch.methods.draft_model.drafter import DraftModelDrafter, Shape
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.decoder import Decoder
@@ -62,19 +62,19 @@ def distribution(
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (Shape("chain", 2), WORDS),
-        (Shape("chain", 1), WORDS - 1),
-        (Shape("iid", 1, widths=(2,)), WORDS + 2),
-        (Shape("without", 1, widths=(3,)), WORDS),
-        (Shape("chain", 2, threshold=0.3), WORDS),
-        (Shape("without", 1, widths=(2,)), WORDS - 1),
-        pytest.param(Shape("iid", 2, widths=(2, 1)), WORDS, marks=pytest.mark.thorough),
-        pytest.param(Shape("without", 2, widths=(2, 1)), WORDS, marks=pytest.mark.thorough),
-        pytest.param(Shape("without", 2, widths=(3, 2)), WORDS - 1, marks=pytest.mark.thorough),
+        (DraftModelSettings("chain", tokens="2"), WORDS),
+        (DraftModelSettings("chain", tokens="1"), WORDS - 1),
+        (DraftModelSettings("iid", tokens="1", k="2"), WORDS + 2),
+        (DraftModelSettings("without", tokens="1", k="3"), WORDS),
+        (DraftModelSettings("chain", tokens="2", threshold=0.3), WORDS),
+        (DraftModelSettings("without", tokens="1", k="2"), WORDS - 1),
+        pytest.param(DraftModelSettings("iid", tokens="2", k="2/1"), WORDS, marks=pytest.mark.thorough),
+        pytest.param(DraftModelSettings("without", tokens="2", k="2/1"), WORDS, marks=pytest.mark.thorough),
+        pytest.param(DraftModelSettings("without", tokens="2", k="3/2"), WORDS - 1, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
-def test_a_draft_model_with_rejection(shape: Shape, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_with_rejection(shape: DraftModelSettings, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft models of the target's vocabulary, of more words and of fewer."""
     target = model(3)
     found, accepted = distribution(target, DraftModelDrafter(target, model(4, words), shape), monkeypatch)
@@ -83,9 +83,15 @@ def test_a_draft_model_with_rejection(shape: Shape, words: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape("chain", 1), Shape("iid", 1, widths=(2,)), Shape("without", 1, widths=(2,))], ids=str
+    "shape",
+    [
+        DraftModelSettings("chain", tokens="1"),
+        DraftModelSettings("iid", tokens="1", k="2"),
+        DraftModelSettings("without", tokens="1", k="2"),
+    ],
+    ids=str,
 )
-def test_adversaries_and_oracles_with_rejection(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adversaries_and_oracles_with_rejection(shape: DraftModelSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adversary samples tokens with probabilities proportional to 1 / p, the oracle with the target's own."""
     target, adversary = model(3), model(3)
     with torch.no_grad():
@@ -147,6 +153,6 @@ class Overconfident(DraftModelDrafter):
 
 def test_the_enumeration_notices_a_false_statement(monkeypatch: pytest.MonkeyPatch) -> None:
     target = model(3)
-    drafter = Overconfident(target, model(4), Shape("without", 1, widths=(3,)))
+    drafter = Overconfident(target, model(4), DraftModelSettings("without", tokens="1", k="3"))
     found, _ = distribution(target, drafter, monkeypatch)
     assert float((found - pair_probs(target, TEXT, temperature=TEMPERATURE)).abs().sum()) > 0.01

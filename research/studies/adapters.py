@@ -8,13 +8,13 @@ from typing import Any
 from anabranch.drafting.replay import replay_all
 from anabranch.errors import InputError
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.objective import StreamObjective
 from studies.base import Chart, Line, Result, Setup, Study, Table, rounded
 
 __all__ = ["LAYERS", "ROTATION", "measure"]
 
-DRAFTS = {"chain": DraftOptions(tree="chain"), "tree of 8 nodes": DraftOptions(nodes=8)}
+DRAFTS = {"chain": StreamSettings(tree="chain"), "tree of 8 nodes": StreamSettings(nodes=8)}
 
 
 def measure(setup: Setup) -> dict[str, Any]:

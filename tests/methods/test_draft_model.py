@@ -15,11 +15,10 @@ import torch
 
 import anabranch
 from anabranch.decoding.engine import Engine, Request
-from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
-from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.load import check_vocabulary
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.model.cache import Cache
@@ -45,11 +44,11 @@ from toy_distribution import assert_pairs_from, pair_probs
 from toy_text import ToyFolders, byte_tokenizer, save_toys
 
 SHAPES = {
-    "chain": Shape("chain", 4),
-    "best": Shape("best", 4, 9, (4,)),
-    "iid": Shape("iid", 3, widths=(2, 1)),
-    "without": Shape("without", 3, widths=(2,)),
-    "unsure": Shape("chain", 6, threshold=0.2),
+    "chain": DraftModelSettings("chain", tokens="4"),
+    "best": DraftModelSettings("best", nodes=9, tokens="4", k="4"),
+    "iid": DraftModelSettings("iid", tokens="3", k="2/1"),
+    "without": DraftModelSettings("without", tokens="3", k="2"),
+    "unsure": DraftModelSettings("chain", tokens="6", threshold=0.2),
 }
 
 
@@ -87,7 +86,7 @@ class Compared(DraftModelDrafter):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         trees = super().draft(rows, budget)
         for row, tree in zip(rows, trees, strict=True):
-            fresh = DraftModelDrafter(self.target, self.model, self.shape)
+            fresh = DraftModelDrafter(self.target, self.model, self.settings)
             again = Row(row.tokens, row.prompt_length, row.sampling, row.rule, row.max_depth)
             (wanted,) = fresh.draft([again], budget)
             assert tree.tokens.tolist() == wanted.tokens.tolist()
@@ -102,7 +101,7 @@ class Compared(DraftModelDrafter):
 # -- what is drafted -------------------------------------------------------------------------------------------------
 def test_a_chain_is_the_draft_models_own_greedy_text() -> None:
     target, model = small(), other()
-    drafter = DraftModelDrafter(target, model, Shape("chain", 4))
+    drafter = DraftModelDrafter(target, model, DraftModelSettings("chain", tokens="4"))
     row = Row(prompt(9), 9, SamplingParams(), max_depth=20)
     (tree,) = drafter.draft([row], 5)
     text, joint = list(row.tokens), 0.0
@@ -119,7 +118,9 @@ def test_a_chain_is_the_draft_models_own_greedy_text() -> None:
 def test_a_best_first_tree_holds_the_most_probable_continuations() -> None:
     target, model = small(), other()
     nodes, depth = 8, 3
-    drafter = DraftModelDrafter(target, model, Shape("best", depth, nodes, (VOCABULARY,)))
+    drafter = DraftModelDrafter(
+        target, model, DraftModelSettings("best", nodes=nodes, tokens=str(depth), k=str(VOCABULARY))
+    )
     row = Row(prompt(9), 9, SamplingParams(), max_depth=20)
     (tree,) = drafter.draft([row], nodes)
     every: list[tuple[float, tuple[int, ...]]] = []
@@ -209,8 +210,12 @@ def test_matching_emits_what_plain_decoding_emits(shape: str, sampling: str) -> 
     [SamplingParams(), SamplingParams(temperature=1.0, seed=4), SamplingParams(repetition_penalty=1.5)],
     ids=["greedy", "warm", "penalty"],
 )
-@pytest.mark.parametrize("shape", [Shape("chain", 4), Shape("best", 4, 5, (3,))], ids=["chain", "best"])
-def test_a_draft_model_that_is_the_target_is_always_right(sampling: SamplingParams, shape: Shape) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [DraftModelSettings("chain", tokens="4"), DraftModelSettings("best", nodes=5, tokens="4", k="3")],
+    ids=["chain", "best"],
+)
+def test_a_draft_model_that_is_the_target_is_always_right(sampling: SamplingParams, shape: DraftModelSettings) -> None:
     target = small()
     _, ((*steps, last),) = decode(
         target, [request(7, 1, 23, sampling=sampling)], DraftModelDrafter(target, target, shape)
@@ -227,28 +232,28 @@ def test_rejection_accepts_all_that_is_sampled_from_the_target_itself(shape: str
     asked = [request(7, n, 20, sampling=SamplingParams(temperature=1.0, seed=n), rule="rejection") for n in range(4)]
     _, steps = decode(target, asked, DraftModelDrafter(target, target, SHAPES[shape]), rows=2)
     for row in steps:
-        assert all(step.verdict.accepted == min(SHAPES[shape].tokens, step.tree.max_depth) for step in row)
+        assert all(step.verdict.accepted == min(SHAPES[shape].deepest, step.tree.max_depth) for step in row)
 
 
 @pytest.mark.thorough  # test_enumerated.py computes such distributions exactly
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (Shape("chain", 2), 5),
-        (Shape("iid", 2, widths=(2,)), 7),
-        (Shape("without", 2, widths=(3, 2)), 4),
+        (DraftModelSettings("chain", tokens="2"), 5),
+        (DraftModelSettings("iid", tokens="2", k="2"), 7),
+        (DraftModelSettings("without", tokens="2", k="3/2"), 4),
         *(
             (shape, words)
             for shape in (
-                Shape("chain", 2, threshold=0.2),
-                Shape("iid", 2, widths=(2,)),
-                Shape("without", 2, widths=(3,)),
+                DraftModelSettings("chain", tokens="2", threshold=0.2),
+                DraftModelSettings("iid", tokens="2", k="2"),
+                DraftModelSettings("without", tokens="2", k="3"),
             )
             for words in (4, 5)
         ),
     ],
 )
-def test_rejection_keeps_the_joint_distribution_of_two_tokens(shape: Shape, words: int) -> None:
+def test_rejection_keeps_the_joint_distribution_of_two_tokens(shape: DraftModelSettings, words: int) -> None:
     """The first two tokens of 1,600 samples; the draft model may have more words than the target's 5, or fewer."""
     count = 1600
     target = build_decoder(replace(LLAMA, vocab_size=5, num_layers=2), device="cpu")
@@ -301,7 +306,7 @@ def test_scores_that_are_no_numbers_draft_nothing() -> None:
         broken.norm.weight.fill_(float("nan"))
     for rule in ("match", "rejection"):
         asked = [request(5, 1, 6, sampling=SamplingParams(temperature=1.0), rule=rule)]
-        _, (steps,) = decode(target, asked, DraftModelDrafter(target, broken))
+        _, (steps,) = decode(target, asked, DraftModelDrafter(target, broken, SHAPES["chain"]))
         assert all(step.tree.size == 1 for step in steps)
 
 
@@ -312,8 +317,8 @@ def test_the_load_decides_how_much_is_drafted(inner: PromptLookupDrafter | None)
     target = small()
     asked = [request(4 + n, n, new) for n, new in enumerate((40, 12, 12))]
     wanted, _ = decode(target, asked)
-    for shape in (SHAPES["best"], SHAPES["chain"]):
-        drafter = DraftModelDrafter(target, near(target), shape, adaptive=True, inner=inner)
+    for shape in (replace(SHAPES["best"], tree="auto"), replace(SHAPES["chain"], tokens="auto")):
+        drafter = DraftModelDrafter(target, near(target), shape, inner=inner)
         load = Timeless("1:10/8:10/9:60/512:3000", target)
         engine = Engine(target, drafter, rows=3, capacity=96, controller=load)
         rows = [engine.add(each) for each in asked]
@@ -388,9 +393,16 @@ def test_a_text_that_begins_like_an_earlier_one_is_not_read_again() -> None:
     assert reader.cache.count == 1
 
 
-def test_the_depth_that_fits_a_budget() -> None:
-    assert Shape("without", 3, widths=(3, 2, 1)).fitting(10) == 2
-    assert Shape("chain", 5).fitting(3) == 2
+def test_a_sampled_tree_is_as_deep_as_fits_the_budget() -> None:
+    warm = SamplingParams(temperature=1.0, seed=1)
+    for settings, budget, depth in (
+        (DraftModelSettings("without", tokens="3", k="3/2/1"), 10, 2),
+        (DraftModelSettings("chain"), 3, 2),
+    ):
+        drafter = DraftModelDrafter(small(), near(small()), settings)
+        row = Row(prompt(6), 6, warm, rule="rejection", max_depth=9)
+        (tree,) = drafter.draft([row], budget)
+        assert tree.max_depth == depth
 
 
 # -- staged ----------------------------------------------------------------------------------------------------------
@@ -513,19 +525,19 @@ def test_vocabularies_are_compared_by_id() -> None:
     ("text", "words"),
     [
         ("draft_model:tree=oak", "best, chain, iid, without, auto, got 'oak'"),
-        ("draft_model:tokens=0", "tokens must be from 1 to 256, got 0"),
-        ("draft_model:tokens=300", "tokens must be from 1 to 256, got 300"),
-        ("draft_model:tokens=few", "at least 1, or auto, got 'few'"),
+        ("draft_model:tokens=0", "tokens must be a whole number from 1 to 256, or auto, got '0'"),
+        ("draft_model:tokens=300", "from 1 to 256, or auto, got '300'"),
+        ("draft_model:tokens=few", "from 1 to 256, or auto, got 'few'"),
         ("draft_model:nodes=0", "nodes must be at least 2"),
         ("draft_model:tree=1", "nodes must be at least 2"),
-        ("draft_model:nodes=9999", "to 1024, got 9999"),
-        ("draft_model:tree=chain,nodes=8", "nodes is the budget of tree=best, got it with tree=chain"),
+        ("draft_model:nodes=9999", "nodes must be at most 1,024, got 9999"),
+        ("draft_model:tree=chain,nodes=8", "nodes is the budget of tree=best, got nodes=8 with tree=chain"),
         ("draft_model:tree=iid,k=0", "k must be at least 1, got 0"),
         ("draft_model:tree=iid,k=2/", "k must be a whole number, or several"),
         ("draft_model:tree=iid,k=8,tokens=9", "9 tokens with 8 children a node make more than 1,024 nodes"),
         ("draft_model:threshold=1", "threshold must be a probability"),
         ("draft_model:quantize=int3", "quantize must be one of"),
-        ("draft_model:folder=x", "has no setting 'folder=x'; settings are model, tree"),
+        ("draft_model:folder=x", "has no setting 'folder=x'; settings are model, tree, nodes, tokens"),
         ("staged:inner=none", "inner must be one of prompt_lookup, suffix, ngram, rest, got 'none'"),
         ("staged:inner=streams", "inner must be one of .*, got 'streams'"),
         ("staged:inner=auto", "inner must be one of .*, got 'auto'"),
@@ -559,7 +571,7 @@ def test_rejection_is_refused_where_it_would_not_be_exact() -> None:
     warm = SamplingParams(temperature=1.0)
     for drafter, words in (
         (DraftModelDrafter(target, target, SHAPES["best"]), "best-first trees hold the most probable nodes"),
-        (DraftModelDrafter(target, target, SHAPES["chain"], adaptive=True), "drafts that the load may cut"),
+        (DraftModelDrafter(target, target, DraftModelSettings("chain", tokens="auto")), "drafts that the load may cut"),
     ):
         with pytest.raises(CapabilityError, match=words):
             Engine(target, drafter).add(request(4, 1, 5, sampling=warm, rule="rejection"))

@@ -21,9 +21,9 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.methods import make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.draft_model.entry import TRAINED
 from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin_with, start_from_target
 from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
-from anabranch.methods.draft_model.trained import TRAINED
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import load_target

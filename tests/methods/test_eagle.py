@@ -12,11 +12,10 @@ import torch
 
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
-from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
-from anabranch.methods.eagle.drafter import STATIC_TREE, EagleDrafter
+from anabranch.methods.eagle.drafter import STATIC_TREE, EagleDrafter, EagleSettings
 from anabranch.methods.eagle.module import EagleConfig, EagleModule, begin_with
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
@@ -27,10 +26,10 @@ from anabranch.tree import DraftTree
 from small import CASES, LLAMA, decode, prompt, randomise, request, small
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "best": {"shape": Shape("best", 4, 9, (4,))},
-    "chain": {"shape": Shape("chain", 4)},
-    "static": {"shape": Shape("best", 5, 26, (4,)), "static": True},
-    "cut": {"shape": Shape("best", 4, 7, (4,), threshold=0.02), "static": True},
+    "best": {"settings": EagleSettings("best", nodes=9, depth=4, k=4)},
+    "chain": {"settings": EagleSettings("chain", depth=4)},
+    "static": {"settings": EagleSettings("static", depth=5, k=4)},
+    "cut": {"settings": EagleSettings("static", nodes=7, depth=4, k=4, threshold=0.02)},
 }
 TAPS = EagleConfig(taps="1/2")
 WARM = SamplingParams(temperature=0.9, seed=3)
@@ -65,7 +64,7 @@ class Compared(EagleDrafter):
         for row, tree in zip(rows, trees, strict=True):
             if tree.size == 1:
                 continue
-            fresh = EagleDrafter(self.target, self.module, self.shape, static=self.static)
+            fresh = EagleDrafter(self.target, self.module, self.settings)
             again = Row(row.tokens, row.prompt_length, row.sampling, row.rule, row.max_depth)
             fresh.join(again)
             hidden, taps = states_of(self.target, row.tokens[:-1], self.needs.layers)
@@ -89,7 +88,7 @@ def test_a_chain_continues_the_features_one_by_one(config: EagleConfig) -> None:
     """The reference runs the layer over the whole text and its own features at every step, without a cache."""
     target = small()
     module = head(target, config)
-    drafter = EagleDrafter(target, module, Shape("chain", 3))
+    drafter = EagleDrafter(target, module, EagleSettings("chain", depth=3))
     row = Row(prompt(9), 9, SamplingParams(), max_depth=20)
     drafter.join(row)
     hidden, taps = states_of(target, row.tokens[:-1], config.layers)
@@ -120,7 +119,7 @@ def test_unrolled_steps_are_the_levels_of_a_draft() -> None:
     hidden, _ = states_of(target, text[:-1])
     steps = module.unroll(target.embed(torch.tensor([text[1:]]), positions), hidden[None], cos, sin, 3)
     for root in (4, 7):  # a draft whose root is there, and whose nodes are the text's next tokens
-        drafter = EagleDrafter(target, module, Shape("chain", 3))
+        drafter = EagleDrafter(target, module, EagleSettings("chain", depth=3))
         row = Row(text[: root + 1], 4, SamplingParams(), max_depth=9)
         drafter.join(row)
         with torch.inference_mode():
@@ -216,7 +215,7 @@ def test_rejection_keeps_the_joint_distribution_of_two_tokens() -> None:
 
     joint = torch.stack([law(text)[a] * law([*text, a]) for a in range(5)])
     asked = [Request(text, 3, SamplingParams(temperature=3.0, seed=seed), rule="rejection") for seed in range(count)]
-    found, steps = decode(target, asked, EagleDrafter(target, module, Shape("chain", 2)), rows=64)
+    found, steps = decode(target, asked, EagleDrafter(target, module, EagleSettings("chain", depth=2)), rows=64)
     seen = torch.zeros(5, 5)
     for one, two, _ in found:
         seen[one, two] += 1
@@ -309,7 +308,7 @@ def test_specifications(text: str, printed: str, nodes: int) -> None:
         ("eagle:tree=0", "nodes must be at least 2"),
         ("eagle:depth=0", "depth must be at least 1, got 0"),
         ("eagle:k=0", "k must be at least 1, got 0"),
-        ("eagle:tree=chain,nodes=4", "nodes is the budget of a tree"),
+        ("eagle:tree=chain,nodes=4", "nodes is the budget of tree=best, got nodes=4 with tree=chain"),
         ("eagle:threshold=1", "threshold must be a probability"),
     ],
 )
@@ -320,7 +319,7 @@ def test_specifications_that_are_refused(text: str, message: str) -> None:
 
 def test_what_is_not_supported() -> None:
     target = small()
-    with pytest.raises(CapabilityError, match="needs a head that was trained for this target"):
+    with pytest.raises(CapabilityError, match="needs an adapter that was trained for this target"):
         make_drafter("eagle", target)
     drafter = make_drafter("eagle", target, head(target))
     with pytest.raises(CapabilityError, match=r"rule='rejection' is not exact; use rule='match', or tree=chain"):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from anabranch.drafting.autoregressive import Shape
-from anabranch.methods.eagle.drafter import EagleDrafter
+from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.layer import EagleLayer, NativeEagleLayer
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.model.config import RopeConfig
@@ -100,15 +98,11 @@ def test_the_kernels_compute_what_pytorch_does(case: str, config: str, form: str
 def test_decoding_is_exact(config: str, form: str) -> None:
     model = target("llama", form)
     module = head(model, CONFIGS[config])
-    shapes: dict[str, dict[str, Any]] = {
-        "best": {"shape": Shape("best", 4, 8, (4,))},
-        "static": {"shape": Shape("best", 5, 26, (4,)), "static": True},
-    }
     for sampling in (SamplingParams(), SamplingParams(temperature=0.9)):
         asked = [request(2 + 5 * n, n, 14, sampling=replace(sampling, seed=n)) for n in range(4)]
         wanted, _ = decode(model, asked)
-        for options in shapes.values():
-            drafter = EagleDrafter(model, module, **options)
+        for settings in (EagleSettings(nodes=8, depth=4, k=4), EagleSettings("static")):
+            drafter = EagleDrafter(model, module, settings)
             assert isinstance(drafter.layer, NativeEagleLayer)
             found, steps = decode(model, asked, drafter, rows=3)
             assert found == wanted

@@ -15,13 +15,12 @@ from typer.testing import CliRunner
 import anabranch
 from anabranch.analysis.cost import target as published
 from anabranch.cli.train import app
-from anabranch.drafting.autoregressive import Shape
 from anabranch.errors import AdapterError, InputError
 from anabranch.learning.examples import Batch, Example
-from anabranch.methods.eagle.drafter import EagleDrafter
+from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
+from anabranch.methods.eagle.entry import TRAINED
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.eagle.objective import EagleObjective, LossOptions
-from anabranch.methods.eagle.trained import TRAINED
 from anabranch.model.load import load_target
 from small import decode, request, small
 from toy_text import ToyFolders
@@ -89,7 +88,7 @@ def test_the_loss_falls_and_acceptance_rises(config: EagleConfig) -> None:
     assert min(after["top 1"]) > 0.6
     # the replay predicts what decoding reaches; decoding drafts for the first token of a longer prompt, too
     asked = [request(1 + n, n, 12) for n in range(6)]
-    drafter = EagleDrafter(small(), made.requires_grad_(False), Shape("chain", 5))
+    drafter = EagleDrafter(small(), made.requires_grad_(False), EagleSettings("chain", depth=5))
     found, steps = decode(small(), asked, drafter, rows=3)
     assert found == decode(small(), asked)[0]
     assert sum(map(len, found)) / sum(map(len, steps)) >= after["chain"] - 0.05

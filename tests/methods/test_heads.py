@@ -23,10 +23,9 @@ from anabranch.drafting.head import DrawNoise
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
-from anabranch.methods.heads.drafter import HeadDrafter
+from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
 from anabranch.methods.heads.module import begin_with, start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
-from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
@@ -41,10 +40,11 @@ from toy_text import ToyFolders
 
 IDS = torch.tensor([0, 3, 4, 5, 8, 11, 12, 13, 17])
 SHAPES = {
-    "best": TreeShape(nodes=9, k=4),
-    "chain": TreeShape("chain"),
-    "sparse": TreeShape("sparse", nodes=11),
-    "product": TreeShape("product", k=2, depth=2),
+    "best": HeadSettings(nodes=9, k=4),
+    "auto": HeadSettings("auto", nodes=9, k=4),
+    "chain": HeadSettings("chain"),
+    "sparse": HeadSettings("sparse", nodes=11),
+    "product": HeadSettings("product", k=2, depth=2),
 }
 MORE = pytest.mark.thorough
 SAMPLED = SamplingParams(temperature=0.9, seed=5)
@@ -62,8 +62,8 @@ def heads(target: Decoder, seed: int = 2, vocabulary: Tensor | None = IDS, **con
     return module.eval().requires_grad_(False)
 
 
-def drafter(target: Decoder, shape: str = "best", *, adaptive: bool = False, **config: Any) -> HeadDrafter:
-    return HeadDrafter("medusa", MedusaDraft(target, heads(target, **config), SHAPES[shape]), adaptive=adaptive)
+def drafter(target: Decoder, shape: str = "best", **config: Any) -> HeadDrafter:
+    return HeadDrafter("medusa", MedusaDraft(target, heads(target, **config), SHAPES[shape]))
 
 
 def log_probs(target: Decoder, module: MedusaModule, hidden_D: Tensor, k: int, ids: list[int]) -> dict[int, float]:
@@ -90,7 +90,7 @@ def paths(tree: Any) -> set[tuple[int, ...]]:
 def test_a_best_first_tree_holds_the_most_probable_nodes(case: str, head: str, layers: int) -> None:
     target = small(case)
     module = heads(target, head=head, num_layers=layers)
-    draft = MedusaDraft(target, module, TreeShape(nodes=8, k=9))
+    draft = MedusaDraft(target, module, HeadSettings(nodes=8, k=9))
     hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(3))
     own = [row for _ in range(2) if (row := draft.row()) is not None]
     assert bool(own) == (head == "shared")
@@ -130,7 +130,7 @@ def test_trees_keep_to_their_budget_and_depth(shape: str) -> None:
 def test_a_sparse_tree_has_fixed_places_and_the_heads_own_probabilities() -> None:
     target = small()
     module = heads(target)
-    draft = MedusaDraft(target, module, TreeShape("sparse", nodes=12))
+    draft = MedusaDraft(target, module, HeadSettings("sparse", nodes=12))
     hidden = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
     trees = draft.build(draft.states(hidden), [1] * 6)
     ranks: list[dict[int, tuple[int, ...]]] = []
@@ -174,7 +174,7 @@ def test_every_wiring_is_decoded_exactly(case: str) -> None:
 def test_heads_that_are_right_draft_what_the_target_will_draw() -> None:
     """With the target's states as heads' states the best sampled token of each place is the target's own."""
     target = small()
-    draft = MedusaDraft(target, heads(target, vocabulary=None), TreeShape("chain"))
+    draft = MedusaDraft(target, heads(target, vocabulary=None), HeadSettings("chain"))
     row = Row(prompt(6), 6, SamplingParams(temperature=0.7, seed=3))
     states = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(1))
     (tree,) = draft.build(states, [row.root], [draft.row().extend(row.tokens)], [DrawNoise.of(row, 3)])  # type: ignore[union-attr]
@@ -185,7 +185,7 @@ def test_heads_that_are_right_draft_what_the_target_will_draw() -> None:
 def test_the_load_decides_how_much_is_drafted() -> None:
     target = small()
     asked = [request(n, n, 30) for n in range(3, 9)]
-    found, _ = decode(target, asked, drafter(target, adaptive=True), rows=4)
+    found, _ = decode(target, asked, drafter(target, "auto"), rows=4)
     assert found == decode(target, asked)[0]
 
 
@@ -346,7 +346,7 @@ def test_the_papers_parameter_counts(name: str, printed: float, digits: int) -> 
         ("medusa:nodes=0", "nodes must be at least 2"),
         ("medusa:k=0", "k must be at least 1, got 0"),
         ("medusa:depth=-1", "depth must be at least 0, got -1"),
-        ("medusa:tree=chain,nodes=4", "has no node budget, got nodes=4"),
+        ("medusa:tree=chain,nodes=4", "nodes is the budget of tree=best, got nodes=4 with tree=chain"),
     ],
 )
 def test_settings_that_are_refused_before_any_model_is_loaded(text: str, words: str) -> None:
@@ -362,7 +362,7 @@ def test_settings_are_read_and_written() -> None:
 
 def test_heads_that_cannot_be_had() -> None:
     target = small()
-    with pytest.raises(CapabilityError, match="'medusa' needs heads that were trained for this target"):
+    with pytest.raises(CapabilityError, match="'medusa' needs an adapter that was trained for this target"):
         make_drafter("medusa", target)
     with pytest.raises(InputError, match="depth is 4, but the adapter has only 3 heads"):
         make_drafter("medusa:depth=4", target, heads(target))

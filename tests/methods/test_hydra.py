@@ -23,10 +23,9 @@ from anabranch.drafting.combined import CombinedDrafter
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
-from anabranch.methods.heads.drafter import HeadDrafter
+from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
-from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.drafter import PrefixDrafter
 from anabranch.methods.hydra.module import HydraConfig, HydraModule, Memory, PrefixLayer
@@ -57,10 +56,10 @@ def heads(target: Decoder, vocabulary: Tensor | None = IDS, **config: Any) -> Hy
     return module.eval().requires_grad_(False)
 
 
-def drafter(target: Decoder, shape: TreeShape | None = None, *, adaptive: bool = False, **config: Any) -> HeadDrafter:
+def drafter(target: Decoder, settings: HeadSettings | None = None, **config: Any) -> HeadDrafter:
     module = heads(target, **config)
     made = PrefixDrafter if module.config.prefix else HeadDrafter
-    return made("hydra", HydraDraft(target, module, shape or TreeShape(nodes=9, k=4)), adaptive=adaptive)
+    return made("hydra", HydraDraft(target, module, settings or HeadSettings(nodes=9, k=4)))
 
 
 def log_probs(
@@ -100,7 +99,7 @@ def paths(tree: Any) -> set[tuple[int, ...]]:
 def test_a_best_first_tree_holds_the_most_probable_nodes(case: str, config: dict[str, Any]) -> None:
     target, ids = small(case), IDS.tolist()
     module = heads(target, **config)
-    draft = HydraDraft(target, module, TreeShape(nodes=8, k=9))
+    draft = HydraDraft(target, module, HeadSettings(nodes=8, k=9))
     hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(3))
     trees = draft.build(draft.states(hidden), [ROOT] * 2)
     for b, tree in enumerate(trees):
@@ -116,8 +115,8 @@ def test_a_best_first_tree_holds_the_most_probable_nodes(case: str, config: dict
             assert tree.log_probs[node] == pytest.approx(joint[path], abs=1e-4)
 
 
-@pytest.mark.parametrize("shape", [TreeShape(nodes=9), TreeShape("chain"), TreeShape("product", k=2)])
-def test_trees_keep_to_their_budget_and_depth(shape: TreeShape) -> None:
+@pytest.mark.parametrize("shape", [HeadSettings(nodes=9), HeadSettings("chain"), HeadSettings("product", k=2)])
+def test_trees_keep_to_their_budget_and_depth(shape: HeadSettings) -> None:
     draft = HydraDraft(small(), heads(small()), shape)
     states = draft.states(torch.randn(3, 32, generator=torch.Generator().manual_seed(3)))
     assert all(tree.size == draft.max_nodes for tree in draft.build(states, [1, 2, 3]))
@@ -134,7 +133,7 @@ def test_matching_emits_what_plain_decoding_emits(tree: Any, prefix: bool, sampl
     asked = [request(n, n, 6 + 3 * n, sampling=replace(sampling, seed=n)) for n in range(1, 7)]
     asked[1] = replace(asked[1], sampling=SamplingParams())  # a greedy neighbour
     plain, _ = decode(target, asked)
-    found, steps = decode(target, asked, drafter(target, TreeShape(tree, nodes=9, k=2), prefix=prefix), rows=3)
+    found, steps = decode(target, asked, drafter(target, HeadSettings(tree, nodes=9, k=2), prefix=prefix), rows=3)
     assert found == plain
     assert sum(map(len, steps)) < sum(map(len, plain))
 
@@ -167,7 +166,7 @@ def test_drafts_under_a_prefix_layer_are_those_of_the_whole_text() -> None:
     """Rows that join, leave and wait: every draft is the one that one pass over the text gives."""
     target = small()
     module = heads(target, prefix=True)
-    draft = HydraDraft(target, module, TreeShape(nodes=6, k=4))
+    draft = HydraDraft(target, module, HeadSettings(nodes=6, k=4))
     made = PrefixDrafter("hydra", draft)
     asked = [request(n, n, 20 + n) for n in range(2, 7)]
     texts, steps = decode(target, asked, made, rows=2)
@@ -193,7 +192,7 @@ def test_drafts_under_a_prefix_layer_are_those_of_the_whole_text() -> None:
 def test_the_load_decides_how_much_is_drafted() -> None:
     target = small()
     asked = [request(n, n, 30) for n in range(3, 8)]
-    found, _ = decode(target, asked, drafter(target, adaptive=True, prefix=True), rows=4)
+    found, _ = decode(target, asked, drafter(target, HeadSettings("auto", nodes=9, k=4), prefix=True), rows=4)
     assert found == decode(target, asked)[0]
 
 
@@ -227,7 +226,7 @@ def test_packed_heads_draft_as_the_unpacked_ones_do(dtype: torch.dtype) -> None:
     for target, weights in ((plain, module), (packed, copied)):
         layer, memory = PrefixLayer(target, weights), Memory()
         memory.add(hidden)
-        draft = HydraDraft(target, weights, TreeShape(nodes=9))
+        draft = HydraDraft(target, weights, HeadSettings(nodes=9))
         with torch.inference_mode():
             read = layer.read([memory])
         found.append((read.float(), draft.build(draft.states(read), [ROOT])[0]))
@@ -296,7 +295,7 @@ def test_settings_and_shapes_that_are_refused() -> None:
     for wrong in ({"embeddings": "both"}, {"prefix": 1}, {"num_heads": 17}):
         with pytest.raises(InputError, match="must be"):
             HydraConfig(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(CapabilityError, match="'hydra' needs heads that were trained for this target"):
+    with pytest.raises(CapabilityError, match="'hydra' needs an adapter that was trained for this target"):
         make_drafter("hydra", small())
     assert isinstance(make_drafter("hydra:tree=auto", small(), heads(small(), prefix=True)), PrefixDrafter)
 

@@ -19,6 +19,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
 from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, Pool, Window
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -230,15 +231,15 @@ def test_windows_join_other_drafts_under_one_budget() -> None:
     target = small()
     asked = [request(n, n, 18) for n in (9, 1, 14)]
     wanted, _ = decode(target, asked)
-    trailing = StreamDrafter(target, small_adapter(target), placement="trail")
+    trailing = StreamDrafter(target, small_adapter(target), StreamSettings(placement="trail"))
     merged = CombinedDrafter([trailing, LookaheadDrafter(window=3, ngram=3), PromptLookupDrafter()], nodes=6)
     assert merged.probes == 5
     assert merged.margin >= 11
     found, steps = decode(target, asked, altered(merged), rows=2)
     assert found == wanted
     assert max(step.tree.size for row in steps for step in row) <= 6
-    for options in ({"placement": "ride"}, {"placement": "trail", "prune": 4}):
-        rides = StreamDrafter(target, small_adapter(target), **options)
+    for settings in (StreamSettings(placement="ride"), StreamSettings(placement="trail", prune=4)):
+        rides = StreamDrafter(target, small_adapter(target), settings)
         with pytest.raises(CapabilityError, match="'streams' and 'lookahead' cannot share the target's pass"):
             CombinedDrafter([rides, LookaheadDrafter()])
 

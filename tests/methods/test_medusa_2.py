@@ -17,9 +17,9 @@ from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
+from anabranch.methods.medusa.entry import medusa_objective
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule, begin_with_heads
 from anabranch.methods.medusa.recipes import MedusaLoss
-from anabranch.methods.medusa.trained import medusa_objective
 from anabranch.methods.terms import fresh_terms, layers_of
 from anabranch.methods.tuning import export_tuned, save_tuned, tuned_pass
 from anabranch.model.load import load_target

@@ -16,10 +16,10 @@ from anabranch.drafting.drafter import Observation, Row
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
-from anabranch.methods.space.entry import METHOD, SpaceSettings
+from anabranch.methods.space.entry import METHOD, TRAINED, SpaceSettings
 from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
 from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
-from anabranch.methods.space.trained import TRAINED
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
@@ -45,7 +45,7 @@ def masks(target: Decoder, count: int = MASKS) -> MaskModule:
 
 def states(target: Decoder, module: MaskModule, placement: str) -> list[torch.Tensor]:
     """The masks' states [S, D] behind the accepted node of three ragged trees."""
-    drafter = StreamDrafter(target, module, placement=placement)  # type: ignore[arg-type]
+    drafter = StreamDrafter(target, module, StreamSettings(placement=placement))  # type: ignore[arg-type]
     cache = Cache(target.config, rows=3, capacity=40, dtype=target.dtype, device=target.device)
     for slot, length in enumerate((9, 4, 12)):
         cache.add_row()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from anabranch.drafting.drafter import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import DraftOptions
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model import graphs
 from anabranch.model.backends import GraphBackend
@@ -31,8 +32,8 @@ thorough = pytest.mark.thorough
 
 
 def drafted(target: Decoder, config: StreamConfig = RICH, **options: Any) -> StreamDrafter:
-    tree = options.pop("tree", DraftOptions(nodes=10, k=4))
-    return StreamDrafter(target, small_adapter(target, config), tree, **options)
+    tree = options.pop("tree", StreamSettings(nodes=10, k=4))
+    return StreamDrafter(target, small_adapter(target, config), replace(tree, **options))
 
 
 TOP = StreamConfig(num_streams=2, num_stream_layers=2, adapter_rank=3, context_top=4)
@@ -43,8 +44,8 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "trail": lambda target: drafted(target, placement="trail"),
     "context_top": lambda target: drafted(target, TOP, placement="ride"),
     "pruned": lambda target: drafted(target, prune=5),
-    "product": lambda target: drafted(target, tree=DraftOptions(tree="product", k=2)),
-    "shortlist": lambda target: drafted(target, tree=DraftOptions(nodes=10, k=4, shortlist=8)),
+    "product": lambda target: drafted(target, tree=StreamSettings(tree="product", k=2)),
+    "shortlist": lambda target: drafted(target, tree=StreamSettings(nodes=10, k=4, shortlist=8)),
     "combined": lambda target: CombinedDrafter([drafted(target), PromptLookupDrafter()], nodes=10),
 }
 RAGGED = [request(n, n, new) for n, new in ((9, 40), (1, 5), (14, 40), (4, 11), (7, 30))]

@@ -18,7 +18,7 @@ import torch
 from test_kernels import BASE, FORMS, adapter_for, cache, decoder, needs_kernels, packed, stack_in, tokens
 
 from anabranch.decoding.engine import Engine, Request
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.kernels import TrailEntry
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
@@ -107,7 +107,7 @@ def test_adapters_of_odd_ranks_decode(rank: int) -> None:
 
     model = packed(BASE, "bfloat16")
     adapter = adapter_for(model, conditioning="path", conditioning_rank=rank, root_width=rank)
-    engine = Engine(model, StreamDrafter(model, adapter, DraftOptions(nodes=8)), capacity=128)
+    engine = Engine(model, StreamDrafter(model, adapter, StreamSettings(nodes=8)), capacity=128)
     engine.add(Request(tokens(9), 12, stop_ids=frozenset()))
     assert sum(len(step.tokens) for step in engine.run()) == 12
 
@@ -398,7 +398,7 @@ def test_weights_with_a_nan_choose_nothing(where: str, form: str) -> None:
     assert chosen[-1] == -1
 
 
-def draft_of(form: str, options: DraftOptions) -> StreamDraft:
+def draft_of(form: str, options: StreamSettings) -> StreamDraft:
     model = packed(BASE, form)
     adapter = adapter_for(model, torch.arange(0, 64, 3), conditioning="path", conditioning_rank=32, root_width=32)
     return StreamDraft(model, adapter, options)
@@ -406,7 +406,7 @@ def draft_of(form: str, options: DraftOptions) -> StreamDraft:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_of_nan_are_the_root_alone(form: str) -> None:
-    draft = draft_of(form, DraftOptions(nodes=24))
+    draft = draft_of(form, StreamSettings(nodes=24))
     states = torch.randn(draft.depth, BASE.hidden_size).to(draft.target.dtype)
     whole = draft.native(states, 5, None, None)
     assert whole.size > 1
@@ -421,7 +421,7 @@ def test_drafts_of_nan_are_the_root_alone(form: str) -> None:
 
 
 def test_a_huge_frontier_is_that_of_all_nodes() -> None:
-    draft = draft_of("bfloat16", DraftOptions(nodes=12, frontier=12))
+    draft = draft_of("bfloat16", StreamSettings(nodes=12, frontier=12))
     states = torch.randn(draft.depth, BASE.hidden_size).bfloat16()
     wanted = draft.native(states, 5, None, None)
     draft.native._config.frontier = 2**31 - 1

@@ -26,7 +26,7 @@ from anabranch.methods.quantized_draft.lead import LedStreamDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.copying import ALONE, LONGEST, MIXED, MOST, continuations
-from anabranch.methods.streams.draft import BLOCKS, DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import BLOCKS, StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import trail
@@ -401,19 +401,19 @@ def test_speculation_gives_the_same_tokens(name: str, rows: int, form: str) -> N
     plain = decode(NoDrafter(), 1)
     assert decode(NoDrafter(), rows) == plain
     assert decode(PromptLookupDrafter(), rows) == plain
-    shapes = [DraftOptions(nodes=16), DraftOptions(nodes=40), DraftOptions(tree="chain")]
-    shapes += [DraftOptions(tree="product", k=2, depth=2), DraftOptions(nodes=12, condition=False)]
-    shapes += [DraftOptions(nodes=16, copy=True)]
+    shapes = [StreamSettings(nodes=16), StreamSettings(nodes=40), StreamSettings(tree="chain")]
+    shapes += [StreamSettings(tree="product", k=2, depth=2), StreamSettings(nodes=12, condition=False)]
+    shapes += [StreamSettings(nodes=16, copy=True)]
     for options in shapes:
         assert decode(StreamDrafter(model, adapter, options), rows) == plain
-    assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7), rows) == plain
-    assert decode(StreamDrafter(model, adapter, DraftOptions(nodes=24), prune=7, placement="ride"), rows) == plain
+    assert decode(StreamDrafter(model, adapter, StreamSettings(nodes=24, prune=7)), rows) == plain
+    assert decode(StreamDrafter(model, adapter, StreamSettings(nodes=24, prune=7, placement="ride")), rows) == plain
     if form == "bfloat16":
-        led = [(DraftOptions(nodes=12), 2), (DraftOptions(tree="chain"), 3), (DraftOptions(nodes=2), 2)]
-        for options, lead in (*led, (DraftOptions(nodes=12, copy=True), 2)):
+        led = [(StreamSettings(nodes=12), 2), (StreamSettings(tree="chain"), 3), (StreamSettings(nodes=2), 2)]
+        for options, lead in (*led, (StreamSettings(nodes=12, copy=True), 2)):
             assert decode(LedStreamDrafter(model, adapter, options, tokens=lead), rows) == plain
     narrow = adapter_for(model, conditioning="parent", conditioning_rank=8, context_top=5)
-    assert decode(StreamDrafter(model, narrow, DraftOptions(nodes=12)), rows) == plain
+    assert decode(StreamDrafter(model, narrow, StreamSettings(nodes=12)), rows) == plain
 
 
 @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 200])
@@ -637,7 +637,7 @@ def test_threads_change_nothing(form: str, restored_threads: int) -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        engine = Engine(model, StreamDrafter(model, adapter, DraftOptions(nodes=16)), rows=2, capacity=200)
+        engine = Engine(model, StreamDrafter(model, adapter, StreamSettings(nodes=16)), rows=2, capacity=200)
         for length in (5, 60):
             engine.add(Request(tokens(length, length), 24))
         steps = list(engine.run())
@@ -648,12 +648,12 @@ def test_threads_change_nothing(form: str, restored_threads: int) -> None:
 
 
 TREES = [
-    DraftOptions(nodes=16),
-    DraftOptions(nodes=5, k=3),
-    DraftOptions(nodes=40, frontier=3),
-    DraftOptions(tree="chain"),
-    DraftOptions(depth=2),
-    DraftOptions(nodes=30, threshold=0.05),
+    StreamSettings(nodes=16),
+    StreamSettings(nodes=5, k=3),
+    StreamSettings(nodes=40, frontier=3),
+    StreamSettings(tree="chain"),
+    StreamSettings(depth=2),
+    StreamSettings(nodes=30, threshold=0.05),
 ]
 # every kind of tree with each vocabulary and rank, both types and temperatures in turn
 DRAFTED = [
@@ -666,7 +666,7 @@ DRAFTED = [
 
 @pytest.mark.parametrize(("options", "vocabulary", "rank", "temperature", "dtype"), DRAFTED, ids=str)
 def test_drafts_as_in_pytorch(
-    options: DraftOptions, vocabulary: int | None, rank: int, temperature: float, dtype: torch.dtype
+    options: StreamSettings, vocabulary: int | None, rank: int, temperature: float, dtype: torch.dtype
 ) -> None:
     """The kernels and PyTorch build the same trees, but for candidates that are equally good within int8 and bf16."""
     model = decoder(BASE, dtype)
@@ -714,7 +714,7 @@ def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype, ra
     model.head.weight.copy_(torch.randn(vocabulary + 100, 64) * 0.1)
     model.head.weight[vocabulary - 3 : vocabulary] = liked * torch.tensor([0.3, 0.2, 0.1])[:, None]
     assert pack_decoder(model)
-    draft = StreamDraft(model, adapter, DraftOptions(nodes=12))
+    draft = StreamDraft(model, adapter, StreamSettings(nodes=12))
     row, seen = RowVocabulary(draft.head), set()
     row.extend(range(vocabulary, vocabulary + 40))
     for seed in range(10):
@@ -768,7 +768,7 @@ def test_trees_that_copy_are_those_of_the_formula(form: str, seed: int) -> None:
     states = torch.randn(3, BASE.hidden_size, generator=torch.Generator().manual_seed(seed)).to(model.dtype)
     nodes, whole = 20, [*text, *ahead]
     plain, copying = (
-        StreamDraft(model, adapter, DraftOptions(nodes=nodes, frontier=64, copy=yes)) for yes in (False, True)
+        StreamDraft(model, adapter, StreamSettings(nodes=nodes, frontier=64, copy=yes)) for yes in (False, True)
     )
     row = copying.row().extend(text)
     row.trust = (1.0, 0.5)[seed % 2]
@@ -797,14 +797,14 @@ def test_only_best_first_trees_of_greedy_rows_copy() -> None:
     adapter, text = adapter_for(model, num_streams=3), [5, 6, 7, 8] * 6
     states = torch.randn(3, BASE.hidden_size, generator=torch.Generator().manual_seed(1)).to(model.dtype)
     noise = DrawNoise(1.0, position_keys(0, np.arange(3)))
-    for options, drawn in ((DraftOptions(nodes=12), noise), (DraftOptions(tree="chain"), None)):
+    for options, drawn in ((StreamSettings(nodes=12), noise), (StreamSettings(tree="chain"), None)):
         trees = []
         for yes in (False, True):
             draft = StreamDraft(model, adapter, replace(options, copy=yes))
             trees += draft.build([states], [text[-1]], [draft.row().extend(text)], [drawn])
         assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
         assert trees[0].sources == trees[1].sources
-    drafter = StreamDrafter(model, adapter, DraftOptions(nodes=12, copy=True))
+    drafter = StreamDrafter(model, adapter, StreamSettings(nodes=12, copy=True))
     both = CombinedDrafter([drafter, PromptLookupDrafter()])
     for sampling, sources in ((SamplingParams(), set()), (SamplingParams(temperature=1.0), {"prompt_lookup"})):
         engine = Engine(model, both, capacity=128)
@@ -815,7 +815,7 @@ def test_only_best_first_trees_of_greedy_rows_copy() -> None:
 
 def test_the_copied_text_must_end_with_the_root() -> None:
     model = packed(BASE, "bfloat16")
-    draft = StreamDraft(model, adapter_for(model, num_streams=3), DraftOptions(nodes=12, copy=True))
+    draft = StreamDraft(model, adapter_for(model, num_streams=3), StreamSettings(nodes=12, copy=True))
     states = torch.randn(3, BASE.hidden_size).to(model.dtype)
     for text, root, why in (([5, 6, 7], 6, "does not end with the root"), ([5, 6, 97, 5, 6], 6, "embedding")):
         row = RowVocabulary(draft.head)

@@ -24,7 +24,7 @@ from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.entry import METHOD
 from anabranch.methods.quantized_draft.lead import LEAD_ROWS, LeadCopy, LedStreamDrafter, led_tree
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import DraftOptions, NativeDraft
+from anabranch.methods.streams.draft import NativeDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
@@ -74,7 +74,7 @@ def test_a_lead_changes_no_tokens(rows: int, sampling: SamplingParams) -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
     for lead, nodes in ((None, 7), (1, 7), (3, 7), (2, 3), (2, 2)):
-        drafter = LedStreamDrafter(model, adapter, DraftOptions(nodes=nodes), tokens=lead)
+        drafter = LedStreamDrafter(model, adapter, StreamSettings(nodes=nodes), tokens=lead)
         found = decode(model, drafter, rows, sampling)
         assert [said(steps) for steps in found] == plain
         led = any(source.startswith(COPY) for steps in found for source in steps[1].tree.sources)
@@ -88,7 +88,7 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
     adapter = adapter_for(model, num_stream_layers=1, attention_rank=0)
     in_four_bits(model, adapter)
     assert pack_decoder(model)
-    (steps,) = decode(model, LedStreamDrafter(model, adapter, DraftOptions(nodes=4), tokens=3), 1, sampling)
+    (steps,) = decode(model, LedStreamDrafter(model, adapter, StreamSettings(nodes=4), tokens=3), 1, sampling)
     whole = [step for step in steps if step.tree.size == 4]
     assert len(whole) > 3
     assert sum(len(step.verdict.path) - 1 for step in whole) / (3 * len(whole)) > 0.8
@@ -98,7 +98,7 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
 def test_certainty_scales_the_scores_of_greedy_rows(certainty: float | None) -> None:
     model, adapter = setup()
     head = DraftHead(model, adapter.vocabulary)
-    native = NativeDraft.of(model, head, DraftOptions(tree="chain", depth=1), depth=1, certainty=certainty)
+    native = NativeDraft.of(model, head, StreamSettings(tree="chain", depth=1), depth=1, certainty=certainty)
     state = torch.randn(1, BASE.hidden_size, generator=torch.Generator().manual_seed(3)).to(model.dtype)
     scores = head.scores(state)[0].float() * (certainty or 1.0)
     drafted = native.nodes(state, 1, None, None)
@@ -123,7 +123,7 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
         return [DraftTree(drafted, np.array([-1, 0, 0, 2, 2], np.int64))]
 
     monkeypatch.setattr(LeadCopy, "_trees", right)
-    (found,) = decode(model, LedStreamDrafter(model, adapter, DraftOptions(nodes=7), tokens=4), 1)
+    (found,) = decode(model, LedStreamDrafter(model, adapter, StreamSettings(nodes=7), tokens=4), 1)
     assert said(found) == said(plain)
     whole = [step for step in found if step.tree.size == 7]
     leads = [sum(source.startswith(COPY) for source in step.tree.sources) for step in whole]
@@ -136,7 +136,7 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
 @pytest.mark.parametrize(("lead", "nodes"), [(1, 4), (8, 12)])
 def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
     model = packed(replace(BASE, max_positions=48), "bfloat16")
-    drafter = LedStreamDrafter(model, adapter_for(model, **SHAPE), DraftOptions(nodes=nodes), tokens=lead)
+    drafter = LedStreamDrafter(model, adapter_for(model, **SHAPE), StreamSettings(nodes=nodes), tokens=lead)
     engine = Engine(model, drafter, rows=1, capacity=48)
     engine.add(Request(tokens(8), 40))
     assert sum(len(step.tokens) for step in engine.run()) == 40
@@ -144,11 +144,11 @@ def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
 
 def test_rejection_judges_no_drafts_of_a_copy() -> None:
     model, adapter = setup()
-    led = LedStreamDrafter(model, adapter, DraftOptions(tree="chain"))
+    led = LedStreamDrafter(model, adapter, StreamSettings(tree="chain"))
     for drafter in (led, QuantizedDrafter(model, 3)):
         with pytest.raises(CapabilityError, match="use rule='match'"):
             drafter.check(SAMPLED, "rejection")
-    StreamDrafter(model, adapter, DraftOptions(tree="chain")).check(SAMPLED, "rejection")
+    StreamDrafter(model, adapter, StreamSettings(tree="chain")).check(SAMPLED, "rejection")
 
 
 @pytest.mark.parametrize("form", ["float32", "int8", "int4"])
@@ -188,7 +188,7 @@ def test_streams_alone_have_no_copy_and_copy_nothing() -> None:
     model, adapter = setup()
     drafter = make_drafter("streams:tree=8", model, adapter)
     assert type(drafter) is StreamDrafter
-    assert not drafter.tree.options.copy
+    assert not drafter.tree.settings.copy
     (steps,) = decode(model, drafter, 1)
     calls = Stats.of(steps).calls
     layers, streams = BASE.num_layers, len(adapter.layers)
@@ -227,7 +227,7 @@ def test_every_pass_of_the_copy_and_of_the_streams_is_counted() -> None:
 
 def test_a_copy_leads_as_planned() -> None:
     model, adapter = setup()
-    led = LedStreamDrafter(model, adapter, DraftOptions(nodes=12), adaptive=True)
+    led = LedStreamDrafter(model, adapter, StreamSettings("auto", nodes=12))
     assert led.traits.lead_rows == LEAD_ROWS
     assert StreamDrafter(model, adapter).traits.lead_rows == 0
     (plain,) = decode(model, NoDrafter(), 1)

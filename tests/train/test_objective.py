@@ -20,6 +20,7 @@ from anabranch.methods.streams import attention
 from anabranch.methods.streams import objective as module
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import RIDING_STRIDE, LossOptions, StreamObjective
 from anabranch.model.decoder import Decoder
@@ -188,7 +189,7 @@ def test_streams_in_training_are_those_of_decoding(case: str, placement: str) ->
     of = Batch.of([Example(tuple(asked.prompt_ids), tuple(answer))])
     objective = StreamObjective(target, adapter, LossOptions())
     frozen = objective.freeze(of)
-    drafter = StreamDrafter(target, adapter, placement=placement)  # type: ignore[arg-type]
+    drafter = StreamDrafter(target, adapter, StreamSettings(placement=placement))  # type: ignore[arg-type]
     engine = Engine(target, drafter, capacity=64)
     engine.add(Request(asked.prompt_ids, 16))
     row = engine._members[0].row

@@ -9,17 +9,17 @@ from anabranch.drafting.replay import replay, replay_all
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.streams import objective as objective_module
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from small import RICH, VOCABULARY, decode, request, small, small_adapter
 
 PARENT = StreamConfig(num_streams=4, num_stream_layers=2, conditioning="parent", conditioning_rank=5)
 TREES = {
-    "tree": DraftOptions(nodes=12, k=4),
-    "chain": DraftOptions(tree="chain"),
-    "product": DraftOptions(tree="product", k=2),
-    "blind": DraftOptions(nodes=12, k=4, condition=False),
+    "tree": StreamSettings(nodes=12, k=4),
+    "chain": StreamSettings(tree="chain"),
+    "product": StreamSettings(tree="product", k=2),
+    "blind": StreamSettings(nodes=12, k=4, condition=False),
 }
 REQUESTS = [request(n, n, 22, stop_ids=frozenset({2} if n % 2 else ())) for n in range(1, 11)]
 

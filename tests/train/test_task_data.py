@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from anabranch.adapters.folder import load_adapter
 from anabranch.cli.train import app
 from anabranch.errors import FileError, InputError, TrainingWarning
-from anabranch.methods.streams.trained import TRAINED
+from anabranch.methods.streams.entry import TRAINED
 from anabranch.model import load
 from anabranch.tasks import find_task
 from anabranch.train.task_data import TaskData

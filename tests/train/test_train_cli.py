@@ -20,9 +20,8 @@ from anabranch.cli.train import app
 from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.streams.entry import METHOD
+from anabranch.methods.streams.entry import METHOD, TRAINED
 from anabranch.methods.streams.recipes import TRAINING
-from anabranch.methods.streams.trained import TRAINED
 from anabranch.model import load
 from anabranch.train.appended import settings_path
 from anabranch.train.start import adopted, start_folder

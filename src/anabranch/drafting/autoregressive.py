@@ -5,11 +5,10 @@ B rows of the batch, n nodes of a pass.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,69 +16,19 @@ from torch import Tensor
 from anabranch.drafting.drafter import Drafter, Observation, Row
 from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
 from anabranch.drafting.reader import Continuations, Reader
-from anabranch.errors import CapabilityError, InputError
+from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
-__all__ = ["FRONTIER", "MOST_NODES", "AutoregressiveDrafter", "Shape"]
+__all__ = ["FRONTIER", "AutoregressiveDrafter"]
 
-MOST_NODES = 1024  # of a tree, since one in which all nodes have children grows with k ** tokens
-MOST_TOKENS = 256
 DRAFT_LANE = 3  # of the noise that sampled drafts are drawn with; lanes 0 to 2 are the target's and the streams'
 FRONTIER = 12  # nodes of a best-first tree that are asked about in one round
 
 R = TypeVar("R", bound=Reader)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of the trees.
-
-    tree       "chain"; "best": the most probable nodes; "iid" and "without": every node has ``widths`` children, which
-               under *rejection* are sampled independently or without replacement, and under *matching* are the best
-    tokens     depth at most
-    nodes      of a best-first tree at most, root included
-    widths     children of a node by its depth, the last entry for all that follow (iid and without); a best-first tree
-               takes the first
-    threshold  nodes of a lower joint probability are left out; a sampled node of a lower one gets no children
-    """
-
-    tree: Literal["chain", "best", "iid", "without"] = "chain"
-    tokens: int = 5
-    nodes: int = 16
-    widths: tuple[int, ...] = (16,)
-    threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.tree not in ("chain", "best", "iid", "without"):
-            raise InputError(f"tree must be chain, best, iid or without, got {self.tree!r}")
-        if not 1 <= self.tokens <= MOST_TOKENS:
-            raise InputError(f"tokens must be from 1 to {MOST_TOKENS}, got {self.tokens}")
-        if not 2 <= self.nodes <= MOST_NODES:
-            raise InputError(f"nodes must be from 2 (the root and one draft) to {MOST_NODES}, got {self.nodes}")
-        if not self.widths or min(self.widths) < 1:
-            raise InputError(f"k must be at least 1, got {'/'.join(map(str, self.widths)) or 'nothing'}")
-        if not 0.0 <= self.threshold < 1.0:
-            raise InputError(f"threshold must be a probability of at least 0 and below 1, got {self.threshold}")
-        if self.tree in ("iid", "without") and product_size(self.widths, self.tokens) > MOST_NODES:
-            raise InputError(
-                f"{self.tokens} tokens with {'/'.join(map(str, self.widths))} children a node make more than "
-                f"{MOST_NODES:,} nodes; lower k or tokens, or use tree=best with a node budget"
-            )
-
-    @property
-    def size(self) -> int:
-        """The most nodes of a tree, root included."""
-        if self.tree == "best":
-            return self.nodes
-        return self.tokens + 1 if self.tree == "chain" else product_size(self.widths, self.tokens)
-
-    def fitting(self, budget: int) -> int:
-        """The depth at which a sampled tree has at most ``budget`` nodes."""
-        widths = (1,) if self.tree == "chain" else self.widths
-        return max(d for d in range(self.tokens + 1) if product_size(widths, d) <= budget)
 
 
 class AutoregressiveDrafter(Drafter, Generic[R]):
@@ -88,7 +37,7 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
     One pass of the reader's model serves all rows. A subclass turns what the reader returns into the best next tokens
     of each node, or into distributions where tokens are sampled.
 
-    adaptive       whether the load decides how many nodes are drafted and verified, up to the shape's
+    depth          tokens of a path at most
     sampled_trees  the settings of trees whose nodes can be sampled, for messages
     label          of the sources of its nodes, before their depth
     """
@@ -96,14 +45,14 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
     sampled_trees: str
     label = "draft"
 
-    def __init__(self, target: Decoder, reader: R, shape: Shape, *, adaptive: bool = False) -> None:
-        self.target, self.reader, self.shape, self.adaptive = target, reader, shape, adaptive
-        self.max_nodes = shape.size
+    def __init__(self, target: Decoder, reader: R, settings: TreeSettings, depth: int) -> None:
+        self.target, self.reader, self.settings, self.depth = target, reader, settings, depth
+        self.adaptive, self.max_nodes = settings.adaptive, settings.size_for(depth)
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """*Rejection* needs trees that are verified as they were sampled."""
         super().check(sampling, rule)
-        if rule == "rejection" and (self.shape.tree == "best" or self.adaptive):
+        if rule == "rejection" and (self.settings.kind == "best" or self.adaptive):
             what = "drafts that the load may cut" if self.adaptive else "best-first trees"
             raise CapabilityError(
                 f"{what} hold the most probable nodes, not all that were sampled, so rule='rejection' is not exact; "
@@ -111,8 +60,8 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
             )
 
     def depth_of(self, budget: int) -> int:
-        """At most ``tokens``."""
-        return min(self.shape.tokens, budget - 1)
+        """At most ``depth``."""
+        return min(self.depth, budget - 1)
 
     # -- rows ------------------------------------------------------------------------------------------
     @torch.inference_mode()
@@ -180,21 +129,13 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         return []
 
     def _form(self, row: Row, budget: int, depth: int) -> Form:
-        shape = self.shape
-        floor = math.log(shape.threshold) if shape.threshold else -math.inf
+        settings = self.settings
+        form = Form(budget, depth, settings.widths, settings.floor, rounds=depth)
         if row.rule == "rejection":
+            fitting = max(d for d in range(self.depth + 1) if product_size(settings.widths, d) <= budget)
             noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
-            widths, depth = (1,) if shape.tree == "chain" else shape.widths, min(depth, shape.fitting(budget))
-            return Form(budget, depth, widths, floor, noise=noise, replacement=shape.tree != "without")
-        frontier = FRONTIER if shape.tree == "best" else MOST_NODES
-        return Form(budget, depth, self._widths, floor, frontier, rounds=depth)
-
-    @property
-    def _widths(self) -> tuple[int, ...]:
-        """Children of a node by depth, under *matching*."""
-        if self.shape.tree == "chain":
-            return (1,)
-        return self.shape.widths[:1] if self.shape.tree == "best" else self.shape.widths
+            return replace(form, depth=min(depth, fitting), noise=noise, replacement=settings.kind != "without")
+        return replace(form, frontier=FRONTIER if settings.kind == "best" else budget)
 
     @abstractmethod
     def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], answer: Tensor) -> None:

@@ -39,7 +39,7 @@ class Settings:
     @classmethod
     def parse(cls: type[S], text: str, method: str) -> S:
         """Parse ``name=value,name=value``. Raises InputError that names the wrong setting."""
-        known = [field.name for field in fields(cls)]
+        known = cls._names()
         found: dict[str, Any] = {}
         for item in filter(None, (item.strip() for item in cls._items(text))):
             key, equals, value = item.partition("=")
@@ -56,8 +56,13 @@ class Settings:
         return cls(**found)
 
     @classmethod
+    def _names(cls) -> list[str]:
+        """The settings, paths first."""
+        return sorted((field.name for field in fields(cls)), key=lambda name: name not in cls.paths)
+
+    @classmethod
     def _items(cls, text: str) -> list[str]:
-        known = [field.name for field in fields(cls)]
+        known = cls._names()
         return pieces(
             text, ",", lambda before, after: cls._goes_on(before) and after.partition("=")[0].strip() not in known
         )
@@ -102,11 +107,9 @@ class Settings:
 
     def __str__(self) -> str:
         """The settings that differ from their defaults, as ``parse`` reads them."""
-        given = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        changed = [
-            (name, value) for (name, value), field in zip(given, fields(self), strict=True) if value != field.default
-        ]
-        return ",".join(f"{name}={_written(value)}" for name, value in changed)
+        defaults = {field.name: field.default for field in fields(self)}
+        given = {name: getattr(self, name) for name in self._names()}
+        return ",".join(f"{name}={_written(value)}" for name, value in given.items() if value != defaults[name])
 
     @property
     def adaptive(self) -> bool:

@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.drafting.settings import Settings
-from anabranch.errors import CapabilityError, FileError, InputError, one_line
+from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.errors import CapabilityError, FileError, one_line
 from anabranch.learning.recipe import Training
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import tokenizer_of
@@ -55,7 +55,6 @@ RECORD = "tables.json"
 FORMAT, VERSION = "anabranch tables", 1
 HEADER = 128  # bytes of an .npy file before its data; numpy pads headers of arrays of one dimension to this
 SAMPLES, SAMPLE = 64, 4096  # blocks of a file that its checksum covers, and their bytes
-TREES = ("best", "auto")
 _identities: WeakKeyDictionary[Decoder, str] = WeakKeyDictionary()  # by target: listing a vocabulary takes a while
 
 Documents = Iterable[NDArray[np.int64]]
@@ -98,7 +97,7 @@ class OpenTables:
 
 
 @dataclass(frozen=True)
-class TableSettings(Settings):
+class TableSettings(TreeSettings):
     """Settings shared by drafters with tables.
 
     data   folder of the tables; empty: the default folder of this tokenizer
@@ -107,41 +106,8 @@ class TableSettings(Settings):
     """
 
     paths = ("data",)
-    data: str = ""
-    tree: str = "best"
     nodes: int = 16
-
-    def __post_init__(self) -> None:
-        trees = self.trees()
-        if self.tree not in trees:
-            raise InputError(f"tree must be a number of nodes or one of {', '.join(trees)}, got {self.tree!r}")
-        if self.nodes < 2:
-            raise InputError(f"nodes must be at least 2 (the root and one draft), got {self.nodes}")
-
-    @classmethod
-    def trees(cls) -> tuple[str, ...]:
-        """The values of ``tree`` besides numbers."""
-        return TREES
-
-    @classmethod
-    def alias(cls, key: str, value: str) -> tuple[str, str]:
-        """``tree=32`` is short for ``nodes=32``."""
-        return ("nodes", value) if key == "tree" and value.isdigit() else (key, value)
-
-    @classmethod
-    def under_load(cls) -> TableSettings:
-        """``tree=auto``."""
-        return cls(tree="auto")
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether ``tree=auto``."""
-        return self.tree == "auto"
-
-    @property
-    def budget(self) -> int:
-        """The most nodes of a tree."""
-        return self.nodes
+    data: str = ""
 
 
 class ArrayWriter:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from anabranch.drafting.published import Layout
+from anabranch.errors import CapabilityError
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe, Training
 from anabranch.learning.shape import Shape
@@ -95,10 +96,8 @@ class Trained:
     """The trained part of a method.
 
     training   recipes and options
-    module     the class of its module
-    config     the class of the module's config
-    make       (target's config, module's config, draft vocabulary [Vd] or None: all) -> module with fresh weights.
-               Raises InputError if they do not fit together
+    module     the class of its module: (target's config, module's config, draft vocabulary [Vd] or None: all) -> module
+               with fresh weights. Raises InputError if they do not fit together
     objective  creates the training objective
     describe   a module's config -> its size in a few words, for the card
     rider      (target, module) -> rows that become part of the target itself, since its main rows attend to them
@@ -115,8 +114,6 @@ class Trained:
 
     training: Training
     module: type[TrainedModule]
-    config: type[Shape]
-    make: Callable[[ModelConfig, Any, Tensor | None], TrainedModule]
     objective: Learn
     describe: Callable[[Any], str]
     begin: Callable[[Any, Any], None]
@@ -125,3 +122,21 @@ class Trained:
     fresh: Callable[[Decoder, Any], None] | None = None
     rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
     published: tuple[Layout, ...] = ()
+
+    @property
+    def config(self) -> type[Shape]:
+        """The class of the module's config."""
+        return type(self.training.recipe().config)
+
+    def make(self, model: ModelConfig, config: Any, vocabulary: Tensor | None) -> TrainedModule:
+        """A module with fresh weights, for a target of this config."""
+        return self.module(model, config, vocabulary)  # type: ignore[call-arg]
+
+    def require(self, module: nn.Module | None, method: str) -> Any:
+        """The module, which the drafter of a method needs. Raises CapabilityError without one."""
+        if isinstance(module, self.module):
+            return module
+        raise CapabilityError(
+            f"the drafter {method!r} needs an adapter that was trained for this target, and there is none; give one "
+            f"with adapter=FOLDER, train one with 'anabranch train {method}', or use drafter='prompt_lookup'"
+        )

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from anabranch.drafting.drafter import Drafter, Method, sized
+from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.errors import InputError
 from anabranch.methods import prompt_lookup, suffix
-from anabranch.methods.draft_model.drafter import DraftModelDrafter
-from anabranch.methods.draft_model.entry import BUDGETS, DraftModelSettings, draft_of
-from anabranch.methods.draft_model.trained import TRAINED
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
+from anabranch.methods.draft_model.entry import TRAINED, draft_of
 from anabranch.methods.ngram import entry as ngram
 from anabranch.methods.rest import entry as rest
 from anabranch.methods.spec import Spec, build, parse
@@ -57,16 +57,11 @@ class StagedSettings(DraftModelSettings):
         """The specification of the inner drafter."""
         return parse(self.inner.replace(";", ","), INNER)
 
-    @classmethod
-    def under_load(cls) -> StagedSettings:
-        """``tree=auto``."""
-        return cls(tree="auto")
-
 
 def _build(target: Decoder, settings: StagedSettings, module: nn.Module | None) -> Drafter:
     model = draft_of(target, settings, "staged", module)
     inner = build(settings.guesser, model, [])
-    return StagedDrafter(target, model, settings.shape, adaptive=settings.adaptive, inner=inner)
+    return StagedDrafter(target, model, settings, inner=inner)
 
 
 METHOD = Method(

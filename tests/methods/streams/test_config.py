@@ -8,7 +8,7 @@ import torch
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from small import LLAMA, RICH, small, small_adapter
 
@@ -54,36 +54,36 @@ def test_more_stream_layers_than_layers() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"tree": "bush"}, {"nodes": 1}, {"k": 0}, {"depth": -1}, {"frontier": 0}, {"shortlist": -1}, {"k": 2.0}],
+    [{"tree": "bush"}, {"nodes": 1}, {"k": -1}, {"depth": -1}, {"frontier": 0}, {"shortlist": -1}],
 )
 def test_tree_options(bad: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(bad))):
-        DraftOptions(**bad)
+        StreamSettings(**bad)
 
 
 def test_a_tree_that_no_machine_holds() -> None:
     with pytest.raises(InputError, match=r"1,024 nodes"):
-        DraftOptions(tree="product", k=8, depth=4)
+        StreamSettings(tree="product", k=8, depth=4)
     deep = small_adapter(small(), StreamConfig(num_streams=12, num_stream_layers=1))
     with pytest.raises(InputError, match=r"1,024 nodes"):
-        StreamDraft(small(), deep, DraftOptions(tree="product", k=2))
+        StreamDraft(small(), deep, StreamSettings(tree="product", k=2))
     with pytest.raises(InputError, match="only 3 streams"):
-        StreamDraft(small(), small_adapter(small()), DraftOptions(depth=4))
+        StreamDraft(small(), small_adapter(small()), StreamSettings(depth=4))
 
 
 def test_drafters_say_what_they_cannot_do() -> None:
     target = small()
     bare = small_adapter(target, StreamConfig(num_stream_layers=1, pruning_rank=0))
     with pytest.raises(CapabilityError, match="pruning layer"):
-        StreamDrafter(target, bare, prune=4)
+        StreamDrafter(target, bare, StreamSettings(prune=4))
     top = small_adapter(target, StreamConfig(num_stream_layers=1, context_top=4))
     with pytest.raises(CapabilityError, match="ride"):
-        StreamDrafter(target, top, placement="trail")
+        StreamDrafter(target, top, StreamSettings(placement="trail"))
     for prune in (-1, 1, 2.5):
         with pytest.raises(InputError, match="prune"):
-            StreamDrafter(target, small_adapter(target), prune=prune)  # type: ignore[arg-type]
+            StreamDrafter(target, small_adapter(target), StreamSettings(prune=prune))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="placement"):
-        StreamDrafter(target, small_adapter(target), placement="fly")  # type: ignore[arg-type]
+        StreamDrafter(target, small_adapter(target), StreamSettings(placement="fly"))  # type: ignore[arg-type]
 
 
 def test_a_fresh_adapter_is_the_target_itself() -> None:

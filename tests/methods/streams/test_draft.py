@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, position_keys, target_probs, target_tokens
 from anabranch.tree import DraftTree
 from small import RICH, VOCABULARY, small, small_adapter
@@ -70,7 +70,7 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 def test_best_first_is_brute_force_under_a_budget(kind: str, case: str) -> None:
     target, ids = small(case), [0, 3, 5, 8, 13, 17]
     adapter = small_adapter(target, KINDS[kind], torch.tensor(ids))
-    options = DraftOptions(nodes=14, k=6, frontier=64)
+    options = StreamSettings(nodes=14, k=6, frontier=64)
     draft = StreamDraft(target, adapter, options)
     rows = states(2)
     for b, tree in enumerate(draft.build(rows, [ROOT, ROOT])):
@@ -87,7 +87,7 @@ def test_best_first_is_brute_force_under_a_budget(kind: str, case: str) -> None:
 
 def test_a_narrow_frontier_only_forgets() -> None:
     target = small()
-    draft = StreamDraft(target, small_adapter(target), DraftOptions(nodes=20, k=5, frontier=2))
+    draft = StreamDraft(target, small_adapter(target), StreamSettings(nodes=20, k=5, frontier=2))
     (tree,) = draft.build(states(), [ROOT])
     assert tree.size == 20
     assert len(paths(tree)) == 20
@@ -100,7 +100,7 @@ def test_product_and_chain(kind: str) -> None:
     target = small()
     adapter = small_adapter(target, KINDS[kind])
     ids = list(range(VOCABULARY))
-    product = StreamDraft(target, adapter, DraftOptions(tree="product", k=2))
+    product = StreamDraft(target, adapter, StreamSettings(tree="product", k=2))
     (tree,) = product.build(states(), [ROOT])
     assert tree.size == 1 + 2 + 4 + 8
     for node in range(tree.size):
@@ -109,7 +109,7 @@ def test_product_and_chain(kind: str) -> None:
             distribution = log_probs(product, states()[0], path, ids)
             best = sorted(distribution, key=distribution.__getitem__, reverse=True)[:2]
             assert [int(tree.tokens[child]) for child in tree.children(node)] == best
-    (chain,) = StreamDraft(target, adapter, DraftOptions(tree="chain")).build(states(), [ROOT])
+    (chain,) = StreamDraft(target, adapter, StreamSettings(tree="chain")).build(states(), [ROOT])
     assert chain.parents.tolist() == [-1, 0, 1, 2]
     assert chain.tokens[1] == tree.tokens[1]
 
@@ -117,11 +117,11 @@ def test_product_and_chain(kind: str) -> None:
 def test_depth_and_condition_are_options() -> None:
     target = small()
     adapter = small_adapter(target)
-    shallow = StreamDraft(target, adapter, DraftOptions(depth=1))
+    shallow = StreamDraft(target, adapter, StreamSettings(depth=1))
     assert shallow.build(states(), [ROOT])[0].max_depth == 1
-    assert [DraftOptions(nodes=n).streams(5) for n in (2, 3, 4, 6, 7, 32)] == [1, 2, 3, 4, 5, 5]
-    assert DraftOptions(nodes=4, depth=5).streams(5) == DraftOptions(tree="chain", nodes=4).streams(5) == 5
-    blind = StreamDraft(target, adapter, DraftOptions(condition=False, nodes=12))
+    assert [StreamSettings(nodes=n).streams(5) for n in (2, 3, 4, 6, 7, 32)] == [1, 2, 3, 4, 5, 5]
+    assert StreamSettings(nodes=4, depth=5).streams(5) == StreamSettings(tree="chain", nodes=4).streams(5) == 5
+    blind = StreamDraft(target, adapter, StreamSettings(condition=False, nodes=12))
     # what a blind stream says does not depend on the root
     assert np.array_equal(blind.build(states(), [3])[0].tokens[1:], blind.build(states(), [4])[0].tokens[1:])
 
@@ -131,7 +131,7 @@ def test_depth_and_condition_are_options() -> None:
 def test_a_stream_that_knows_the_noise_draws_as_the_target_does(kind: str, shortlist: int) -> None:
     """Were the streams' scores the target's own, the chain would be the very text that is drawn."""
     target = small()
-    draft = StreamDraft(target, small_adapter(target, KINDS[kind]), DraftOptions(tree="chain", shortlist=shortlist))
+    draft = StreamDraft(target, small_adapter(target, KINDS[kind]), StreamSettings(tree="chain", shortlist=shortlist))
     ids = list(range(VOCABULARY))
     for seed in range(8):
         noise = DrawNoise(0.7, position_keys(seed, np.arange(4)))
@@ -150,10 +150,10 @@ def test_a_stream_that_knows_the_noise_draws_as_the_target_does(kind: str, short
 def test_a_shortlist_of_everything_is_no_shortlist(kind: str) -> None:
     target = small("phi")
     adapter = small_adapter(target, KINDS[kind])
-    (whole,) = StreamDraft(target, adapter, DraftOptions(nodes=16)).build(states(), [ROOT])
-    (listed,) = StreamDraft(target, adapter, DraftOptions(nodes=16, shortlist=VOCABULARY)).build(states(), [ROOT])
+    (whole,) = StreamDraft(target, adapter, StreamSettings(nodes=16)).build(states(), [ROOT])
+    (listed,) = StreamDraft(target, adapter, StreamSettings(nodes=16, shortlist=VOCABULARY)).build(states(), [ROOT])
     assert paths(whole) == paths(listed)
-    (short,) = StreamDraft(target, adapter, DraftOptions(nodes=16, shortlist=3, k=8)).build(states(), [ROOT])
+    (short,) = StreamDraft(target, adapter, StreamSettings(nodes=16, shortlist=3, k=8)).build(states(), [ROOT])
     assert max(len(short.children(node)) for node in range(short.size)) <= 3
 
 
@@ -161,7 +161,7 @@ def test_a_shortlist_of_everything_is_no_shortlist(kind: str) -> None:
 def test_a_rows_own_tokens_join_its_vocabulary(case: str) -> None:
     target, ids = small(case), [0, 3, 5, 8]
     draft = StreamDraft(
-        target, small_adapter(target, RICH, torch.tensor(ids)), DraftOptions(nodes=14, k=6, frontier=64)
+        target, small_adapter(target, RICH, torch.tensor(ids)), StreamSettings(nodes=14, k=6, frontier=64)
     )
     rows = [
         RowVocabulary(draft.head).extend([5, 11, 11, 14]),
@@ -183,7 +183,7 @@ def test_a_rows_own_tokens_join_its_vocabulary(case: str) -> None:
 def test_sampled_trees_carry_the_distribution_they_were_drawn_from(kind: str, tree: str) -> None:
     target, ids = small(), [0, 3, 5, 8, 13, 17]
     adapter = small_adapter(target, KINDS[kind], torch.tensor(ids))
-    draft = StreamDraft(target, adapter, DraftOptions(tree=tree, k=2))  # type: ignore[arg-type]
+    draft = StreamDraft(target, adapter, StreamSettings(tree=tree, k=2))  # type: ignore[arg-type]
     params = SamplingParams(temperature=0.7, top_k=4, seed=3)
     found = draft.sample(states()[0], ROOT, params, generator(3, 9, lane=2), depth=3)
     assert found.draft_probs is not None
@@ -206,7 +206,7 @@ def test_sampled_trees_carry_the_distribution_they_were_drawn_from(kind: str, tr
 
 
 def test_a_sampled_tree_stops_where_there_is_no_room() -> None:
-    draft = StreamDraft(small(), small_adapter(small()), DraftOptions(tree="product", k=2))
+    draft = StreamDraft(small(), small_adapter(small()), StreamSettings(tree="product", k=2))
     params = SamplingParams(temperature=1.0)
     assert draft.sample(states()[0], ROOT, params, generator(0, 1), depth=1).size == 3
     assert draft.sample(states()[0], ROOT, params, generator(0, 1), depth=0).size == 1
@@ -216,8 +216,8 @@ def test_a_sampled_tree_stops_where_there_is_no_room() -> None:
 def test_a_threshold_leaves_out_what_is_unlikely(kind: str) -> None:
     target = small()
     adapter = small_adapter(target, KINDS[kind])
-    (whole,) = StreamDraft(target, adapter, DraftOptions(nodes=40, k=5)).build(states(), [ROOT])
-    (likely,) = StreamDraft(target, adapter, DraftOptions(nodes=40, k=5, threshold=0.05)).build(states(), [ROOT])
+    (whole,) = StreamDraft(target, adapter, StreamSettings(nodes=40, k=5)).build(states(), [ROOT])
+    (likely,) = StreamDraft(target, adapter, StreamSettings(nodes=40, k=5, threshold=0.05)).build(states(), [ROOT])
     assert whole.log_probs is not None
     kept = [node for node in range(whole.size) if whole.log_probs[node] >= np.log(0.05)]
     assert 1 < len(kept) < whole.size

@@ -13,6 +13,7 @@ import torch
 from anabranch.drafting.drafter import Observation, Row
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.cache import Cache
@@ -74,7 +75,7 @@ def test_main_rows_do_not_notice(case: str, name: str) -> None:
 
 def states(target: Decoder, adapter: StreamAdapter, placement: str) -> list[torch.Tensor]:
     """The streams [S, D] that a drafter keeps of each row's accepted node."""
-    drafter = StreamDrafter(target, adapter, placement=placement)  # type: ignore[arg-type]
+    drafter = StreamDrafter(target, adapter, StreamSettings(placement=placement))  # type: ignore[arg-type]
     output, cache = run(target, drafter.rider, drafter.needs.layers)
     cache.commit(PATHS)
     rows = [Row([EMITTED], 1, SamplingParams()) for _ in PATHS]

@@ -24,7 +24,7 @@ from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.draft import DraftOptions
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.rider import own_rider
 from anabranch.methods.suffix import SuffixDrafter
@@ -62,7 +62,7 @@ BEST_FORM = replace(RICH, root_width=0, **OWN)  # type: ignore[arg-type]
 ROTATION = replace(LITERAL, position="rotation", rotation_step=0.1)
 CONDITIONED = replace(LITERAL, conditioning="path", conditioning_rank=5)
 CONFIGS = {"literal": LITERAL, "best": BEST_FORM, "rotation": ROTATION}
-BEST = DraftOptions(nodes=10, k=4)
+BEST = StreamSettings(nodes=10, k=4)
 
 
 def shared(case: str = "llama", config: StreamConfig = BEST_FORM) -> tuple[Decoder, StreamAdapter]:
@@ -73,16 +73,16 @@ def shared(case: str = "llama", config: StreamConfig = BEST_FORM) -> tuple[Decod
     return target, adapter
 
 
-def streams(made: tuple[Decoder, StreamAdapter], tree: DraftOptions = BEST, **options: object) -> StreamDrafter:
-    return StreamDrafter(*made, tree, **options)  # type: ignore[arg-type]
+def streams(made: tuple[Decoder, StreamAdapter], tree: StreamSettings = BEST, **options: object) -> StreamDrafter:
+    return StreamDrafter(*made, replace(tree, **options))  # type: ignore[arg-type]
 
 
 DRAFTERS: dict[str, Callable[[tuple[Decoder, StreamAdapter]], Drafter]] = {
     "tree": streams,
     "pruned": lambda made: streams(made, prune=5),
-    "product": lambda made: streams(made, DraftOptions(tree="product", k=2)),
-    "pruned product": lambda made: streams(made, DraftOptions(tree="product", k=2), prune=4),
-    "chain": lambda made: streams(made, DraftOptions(tree="chain")),
+    "product": lambda made: streams(made, StreamSettings(tree="product", k=2)),
+    "pruned product": lambda made: streams(made, StreamSettings(tree="product", k=2), prune=4),
+    "chain": lambda made: streams(made, StreamSettings(tree="chain")),
     "prompt_lookup": lambda made: PromptLookupDrafter(tokens=5),
     "suffix": lambda made: SuffixDrafter(threshold=0.0),
     "lookahead": lambda made: LookaheadDrafter(window=4, ngram=4, guesses=4),
@@ -157,7 +157,7 @@ def test_a_nodes_row_is_that_of_its_path_alone(case: str) -> None:
     end = 9 + len(path)
     for stored in (in_tree.keys, in_tree.values):
         assert torch.allclose(stored[:, 0, :, :end], stored[:, 1, :, :end], atol=1e-4)
-    pruned, _, result = passed(target, [whole], StreamDrafter(target, adapter, BEST, prune=3).rider)
+    pruned, _, result = passed(target, [whole], StreamDrafter(target, adapter, replace(BEST, prune=3)).rider)
     assert len(result.kept[0]) == 3
     for place, node in enumerate(result.kept[0].tolist()):
         assert torch.allclose(pruned[0][place], alone[node][-1], atol=1e-4)
@@ -171,7 +171,7 @@ def test_a_main_row_notices_its_own_streams_only() -> None:
     assert not torch.allclose(with_streams, without, atol=1e-2)
     v1 = StreamAdapter(target.config, replace(BEST_FORM, main_attends="none"), None)
     v1.load_state_dict(adapter.state_dict())
-    ridden, *_ = passed(target, [tree()], StreamDrafter(target, v1, placement="ride").rider)
+    ridden, *_ = passed(target, [tree()], StreamDrafter(target, v1, StreamSettings(placement="ride")).rider)
     assert torch.allclose(ridden[0], without, atol=1e-5)
     assert own_rider(target, v1) is None
 
@@ -204,7 +204,7 @@ def test_matching_with_a_seed_is_plain_sampling_with_it(name: str) -> None:
 def test_rows_with_and_without_drafts_share_passes() -> None:
     made = shared()
     engine = Engine(made[0], rows=4, capacity=96)
-    drafters = (NoDrafter(), streams(made), PromptLookupDrafter(), streams(made, DraftOptions(tree="chain")))
+    drafters = (NoDrafter(), streams(made), PromptLookupDrafter(), streams(made, StreamSettings(tree="chain")))
     keys = [engine.add(each, drafter) for each, drafter in zip(RAGGED, drafters, strict=False)]
     found: dict[int, list[int]] = {key: [] for key in keys}
     for step in engine.run():
@@ -216,11 +216,11 @@ def test_rows_with_and_without_drafts_share_passes() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(DraftOptions(tree="chain"), id="chain"),
-        pytest.param(DraftOptions(tree="product", k=2, depth=1), id="product", marks=pytest.mark.thorough),
+        pytest.param(StreamSettings(tree="chain"), id="chain"),
+        pytest.param(StreamSettings(tree="product", k=2, depth=1), id="product", marks=pytest.mark.thorough),
     ],
 )
-def test_rejection_by_enumeration(options: DraftOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_by_enumeration(options: StreamSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """The distribution of two tokens, over all outcomes of all draws, is that of plain decoding with its streams."""
     target = model(3)
     adapter = small_adapter(target, replace(LITERAL, num_streams=2, num_stream_layers=1))
@@ -274,11 +274,11 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(CapabilityError, match="streams of this adapter are part of its target"):
         StreamDrafter(small(), adapter)
     with pytest.raises(CapabilityError, match="use placement=ride"):
-        StreamDrafter(target, adapter, placement="trail")
-    other = StreamDrafter(target, small_adapter(target), placement="ride")
+        StreamDrafter(target, adapter, StreamSettings(placement="trail"))
+    other = StreamDrafter(target, small_adapter(target), StreamSettings(placement="ride"))
     with pytest.raises(CapabilityError, match="have the streams of its own adapter already"):
         Engine(target, other).add(RAGGED[0])
-    trailing = StreamDrafter(target, small_adapter(target), placement="trail")
+    trailing = StreamDrafter(target, small_adapter(target), StreamSettings(placement="trail"))
     assert decode(target, RAGGED[:2], trailing)[0] == decode(target, RAGGED[:2])[0]
     for options, reason in (
         ({"main_attends": "own"}, "mode 'lossless' keeps it as it is; use mode 'shared'"),

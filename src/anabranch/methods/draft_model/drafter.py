@@ -7,32 +7,95 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.drafting.autoregressive import AutoregressiveDrafter, Shape
+from anabranch.drafting.autoregressive import AutoregressiveDrafter
 from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.grow import product_size
 from anabranch.drafting.head import TRUST
 from anabranch.drafting.reader import Continuations
-from anabranch.errors import CapabilityError
+from anabranch.drafting.tree_settings import MOST_NODES, TreeSettings
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.draft_model.inner import Guesser
 from anabranch.methods.draft_model.reader import DraftReader
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
+from anabranch.model.quantize import check_quantization
 from anabranch.sampling import gumbels, position_keys, process_logits, target_probs
 
-__all__ = ["DraftModelDrafter"]
+__all__ = ["DraftModelDrafter", "DraftModelSettings"]
+
+LONGEST = 10  # tokens of a draft whose length the load decides
+MOST_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class DraftModelSettings(TreeSettings):
+    """Settings of ``draft_model:...``.
+
+    model      folder, .gguf file or hub id of the draft model; empty: the adapter that was trained for the target, or
+               without one, the draft model that comes with the package for the target's vocabulary, if there is one
+    tree       best, chain, auto (best, and the load decides how many nodes), a number: its nodes; iid or without: every
+               node has k children, which under *rejection* are sampled independently or without replacement, and under
+               *matching* are the best
+    tokens     depth at most, or auto: up to 10, as the load decides
+    nodes      node budget of a best-first tree, root included; 0: 16, or with tree=auto 24
+    k          children of a node, or of nodes by depth: 3/2/1; empty: 2, in a best-first tree 16
+    threshold  joint probability below which a node is not drafted; a chain ends there
+    quantize   none, int8 or int4 weights of the draft model
+    """
+
+    paths = ("model",)
+    trees = ("best", "chain", "iid", "without", "auto")
+    tokens: str = "5"
+    k: str = ""
+    threshold: float = 0.0
+    model: str = ""
+    quantize: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.tokens != "auto" and not (self.tokens.isdigit() and 1 <= int(self.tokens) <= MOST_TOKENS):
+            raise InputError(f"tokens must be a whole number from 1 to {MOST_TOKENS}, or auto, got {self.tokens!r}")
+        if self.k and not all(width.isdigit() for width in self.k.split("/")):
+            raise InputError(f"k must be a whole number, or several by depth as in 3/2/1, got {self.k!r}")
+        super().__post_init__()
+        if min(self.widths) < 1:
+            raise InputError(f"k must be at least 1, got {self.k}")
+        if self.kind in ("iid", "without") and product_size(self.widths, self.deepest) > MOST_NODES:
+            raise InputError(
+                f"{self.tokens} tokens with {'/'.join(map(str, self.widths))} children a node make more than "
+                f"{MOST_NODES:,} nodes; lower k or tokens, or use tree=best with a node budget"
+            )
+        check_quantization(self.quantize)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether ``tree=auto`` or ``tokens=auto``."""
+        return "auto" in (self.tree, self.tokens)
+
+    @property
+    def deepest(self) -> int:
+        """Depth of a tree at most."""
+        return LONGEST if self.tokens == "auto" else int(self.tokens)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Children of a node at most by its depth; a best-first tree has one width."""
+        if self.kind == "chain":
+            return (1,)
+        widths = tuple(map(int, self.k.split("/"))) if self.k else (16 if self.kind == "best" else 2,)
+        return widths[:1] if self.kind == "best" else widths
 
 
 class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
     """Drafts from a smaller model with the target's vocabulary.
 
-    model     the draft model: any decoder that reads the target's token ids
-    adaptive  whether the load decides how many nodes are drafted and verified, up to the shape's
-    inner     guesses the draft model's own tokens, so that one of its passes may serve for several (staged)
+    model  the draft model: any decoder that reads the target's token ids
+    inner  guesses the draft model's own tokens, so that one of its passes may serve for several (staged)
     """
 
     name = "draft_model"
@@ -43,16 +106,16 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
         self,
         target: Decoder,
         model: Decoder,
-        shape: Shape | None = None,
+        settings: DraftModelSettings | None = None,
         *,
-        adaptive: bool = False,
         inner: Drafter | None = None,
     ) -> None:
-        super().__init__(target, DraftReader(model), shape or Shape(), adaptive=adaptive)
-        if self.shape.tokens >= model.config.max_positions:
+        settings = settings or DraftModelSettings()
+        super().__init__(target, DraftReader(model), settings, settings.deepest)
+        if self.depth >= model.config.max_positions:
             raise CapabilityError(
                 f"the draft model reads {model.config.max_positions} tokens at most, too few to draft "
-                f"{self.shape.tokens}; lower tokens"
+                f"{self.depth}; lower tokens"
             )
         self.guesser = None if inner is None else Guesser(inner)
         self._words = min(target.config.vocab_size, model.config.vocab_size)
@@ -112,7 +175,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
     def _rank(self, matching: Sequence[tuple[Continuations, Sequence[int], Tensor]]) -> None:
         """The best next tokens of each node, in one transfer to the host."""
         z_nW = torch.cat([z for _, _, z in matching])
-        best = z_nW.log_softmax(dim=-1).topk(min(max(self._widths), self.max_nodes - 1, self._words), dim=-1)
+        best = z_nW.log_softmax(dim=-1).topk(min(max(self.settings.widths), self.max_nodes - 1, self._words), dim=-1)
         log_probs, tokens = torch.stack((best.values.double(), best.indices.double())).cpu().tolist()
         rows = iter(zip(tokens, log_probs, strict=True))
         for known, nodes, _ in matching:

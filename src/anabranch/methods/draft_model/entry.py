@@ -2,100 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from torch import nn
 
-from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
-from anabranch.drafting.settings import Settings
-from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.drafting.trained import Trained
+from anabranch.drafting.tree_settings import BUDGETS
+from anabranch.errors import CapabilityError
+from anabranch.learning.recipe import Recipe
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.load import load_draft, shipped_draft
-from anabranch.methods.draft_model.module import DraftModule, decoder_of
-from anabranch.methods.draft_model.trained import TRAINED
+from anabranch.methods.draft_model.module import DraftModule, begin_with, decoder_of, export, start_from_target
+from anabranch.methods.draft_model.objective import DraftObjective
+from anabranch.methods.draft_model.recipes import TRAINING, DraftConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.quantize import check_quantization
-from anabranch.support.nearest import hint
 
-__all__ = ["METHOD", "DraftModelSettings", "draft_of"]
-
-TREES = ("best", "chain", "iid", "without", "auto")
-MOST = 24  # nodes of a tree whose size the load decides, unless ``nodes`` says otherwise
-LONGEST = 10  # tokens of a draft whose length the load decides
-BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-
-
-@dataclass(frozen=True)
-class DraftModelSettings(Settings):
-    """Settings of ``draft_model:...``; ``Shape`` says what each means.
-
-    model      folder, .gguf file or hub id of the draft model; empty: the adapter that was trained for the target, or
-               without one, the draft model that comes with the package for the target's vocabulary, if there is one
-    tree       best, chain, iid, without, auto (best, and the load decides how many nodes), or a number: its nodes
-    tokens     depth at most, or auto: up to 10, as the load decides
-    nodes      node budget of a best-first tree, root included; 0: 16, or with tree=auto 24
-    k          children of a node, or of nodes by depth: 3/2/1; empty: 2, in a best-first tree 16
-    threshold  joint probability below which a node is not drafted; a chain ends there
-    quantize   none, int8 or int4 weights of the draft model
-    """
-
-    paths = ("model",)
-    model: str = ""
-    tree: str = "best"
-    tokens: str = "5"
-    nodes: int = 0
-    k: str = ""
-    threshold: float = 0.0
-    quantize: str = "none"
-
-    def __post_init__(self) -> None:
-        if self.tree not in TREES:
-            raise InputError(f"tree must be one of {', '.join(TREES)}, got {self.tree!r}{hint(self.tree, TREES)}")
-        if self.tokens != "auto" and not self.tokens.isdigit():
-            raise InputError(f"tokens must be a whole number of at least 1, or auto, got {self.tokens!r}")
-        if self.nodes < 0 or self.nodes == 1:
-            raise InputError(f"nodes must be at least 2 (the root and one draft), got {self.nodes}")
-        if self.nodes and self.tree not in ("best", "auto"):
-            raise InputError(f"nodes is the budget of tree=best, got it with tree={self.tree}; use tokens and k there")
-        if self.k and not all(width.isdigit() for width in self.k.split("/")):
-            raise InputError(f"k must be a whole number, or several by depth as in 3/2/1, got {self.k!r}")
-        check_quantization(self.quantize)
-        _ = self.shape
-
-    @classmethod
-    def alias(cls, key: str, value: str) -> tuple[str, str]:
-        """``tree=32`` is short for ``nodes=32``. Refuses a zero that would stand for the default."""
-        if key == "tree" and value.isdigit():
-            key = "nodes"
-        if key == "nodes" and value.isdigit() and int(value) == 0:
-            raise InputError(f"nodes must be at least 2 (the root and one draft), got {value}")
-        return key, value
-
-    @classmethod
-    def under_load(cls) -> DraftModelSettings:
-        """``tree=auto``."""
-        return cls(tree="auto")
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether ``tree=auto`` or ``tokens=auto``."""
-        return "auto" in (self.tree, self.tokens)
-
-    @property
-    def budget(self) -> int | None:
-        """The most nodes of a best-first tree."""
-        return self.shape.nodes if self.shape.tree == "best" else None
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the trees."""
-        tree: Any = "best" if self.tree == "auto" else self.tree
-        tokens = LONGEST if self.tokens == "auto" else int(self.tokens)
-        nodes = self.nodes or (MOST if self.tree == "auto" else 16)
-        widths = tuple(map(int, self.k.split("/"))) if self.k else (16,) if tree == "best" else (2,)
-        return Shape(tree, tokens, nodes, widths, self.threshold)
+__all__ = ["METHOD", "TRAINED", "DraftModelSettings", "draft_of"]
 
 
 def draft_of(target: Decoder, settings: DraftModelSettings, method: str, module: nn.Module | None = None) -> Decoder:
@@ -117,8 +38,26 @@ def draft_of(target: Decoder, settings: DraftModelSettings, method: str, module:
 
 def _build(target: Decoder, settings: DraftModelSettings, module: nn.Module | None) -> Drafter:
     model = draft_of(target, settings, "draft_model", module)
-    return DraftModelDrafter(target, model, settings.shape, adaptive=settings.adaptive)
+    return DraftModelDrafter(target, model, settings)
 
+
+def _objective(target: Decoder, module: DraftModule, recipe: Recipe, *, frozen: Decoder) -> DraftObjective:
+    return DraftObjective(target, module, recipe.loss, frozen=frozen)
+
+
+def _describe(config: DraftConfig) -> str:
+    return f"{config.num_layers} layers of width {config.hidden_size}"
+
+
+TRAINED = Trained(
+    training=TRAINING,
+    module=DraftModule,
+    objective=_objective,
+    describe=_describe,
+    begin=begin_with,
+    fresh=start_from_target,
+    export=export,
+)
 
 METHOD = Method(
     name="draft_model",

@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Row
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.learning.target import run_frozen
-from anabranch.methods.draft_model.drafter import DraftModelDrafter
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.module import DraftModule
 from anabranch.methods.draft_model.recipes import LossOptions
 from anabranch.model.decoder import Decoder
@@ -94,20 +93,20 @@ class DraftObjective:
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length of greedy decoding and accuracy; "tree" is the default tree of 16 nodes."""
-        shapes = {"tree": Shape("best", DEPTH), "chain": Shape("chain", DEPTH)}
-        shapes |= {f"{n} nodes": Shape("best", DEPTH, n) for n in nodes}
-        totals, accuracy = {name: Replay() for name in shapes}, Accuracy.empty(TOP, 1)
+        settings = {"tree": DraftModelSettings(), "chain": DraftModelSettings("chain")}
+        settings |= {f"{n} nodes": DraftModelSettings(nodes=n) for n in nodes}
+        totals, accuracy = {name: Replay() for name in settings}, Accuracy.empty(TOP, 1)
         order = sorted(examples, key=len)
         with torch.autocast(self.target.device.type, enabled=False):  # the draft model's cache has one type
             for first in range(0, len(order), ROWS):
                 group = order[first : first + ROWS]
-                for name, shape in shapes.items():
-                    self._replay(totals[name], group, shape)
+                for name, each in settings.items():
+                    self._replay(totals[name], group, each)
                 self._score(accuracy, Batch.of(group))
         return evaluation(totals, accuracy, DEPTH)
 
-    def _replay(self, total: Replay, group: Sequence[Example], shape: Shape) -> None:
-        drafter = DraftModelDrafter(self.target, self.module.model, shape)
+    def _replay(self, total: Replay, group: Sequence[Example], settings: DraftModelSettings) -> None:
+        drafter = DraftModelDrafter(self.target, self.module.model, settings)
         texts = [[*example.prompt_ids, *example.answer_ids] for example in group]
         rows = [Row(text, len(text), SamplingParams(), max_depth=DEPTH) for text in texts]
 

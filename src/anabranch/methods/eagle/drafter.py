@@ -6,8 +6,9 @@ n nodes of a pass, W scored tokens, V vocabulary, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,11 +16,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.drafting.autoregressive import AutoregressiveDrafter, Shape
+from anabranch.drafting.autoregressive import AutoregressiveDrafter
 from anabranch.drafting.drafter import Observation, Row, Taps
 from anabranch.drafting.grow import Form
 from anabranch.drafting.head import TRUST, RowVocabulary
 from anabranch.drafting.reader import Continuations
+from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.errors import InputError
 from anabranch.methods.eagle.layer import EagleLayer, layer_of
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.reader import FeatureReader
@@ -27,7 +30,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs
 
-__all__ = ["STATIC_NODES", "EagleDrafter"]
+__all__ = ["EagleDrafter", "EagleSettings"]
 
 SHORTLIST = 64  # a node's best tokens, to which the noise is added where the target draws its tokens with it
 UNKNOWN = 0.5772  # mean of the noise, for all other tokens together
@@ -48,12 +51,42 @@ STATIC_TREE: dict[tuple[int, ...], int] = {
 STATIC_NODES = 1 + sum(STATIC_TREE.values())
 
 
+@dataclass(frozen=True)
+class EagleSettings(TreeSettings):
+    """Settings of ``eagle:...``.
+
+    tree       best (EAGLE-2: the nodes of the highest joint probability), static (EAGLE-1's tree), chain, auto (best,
+               and the load decides how many nodes), or a number: best with so many nodes
+    nodes      node budget, root included; 0: 16, with tree=auto 24, with tree=static all 26
+    depth      tokens on a path at most
+    k          children of a node at most
+    threshold  nodes of a lower joint probability are left out
+    """
+
+    trees = ("best", "static", "chain", "auto")
+    budgeted = ("best", "static", "auto")
+    usual: ClassVar[Mapping[str, int]] = {**TreeSettings.usual, "static": STATIC_NODES}
+    depth: int = 5
+    k: int = 10
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depth < 1:
+            raise InputError(f"depth must be at least 1, got {self.depth}")
+
+    @property
+    def budget(self) -> int:
+        """The most nodes of a tree."""
+        return self.size_for(self.depth)
+
+
 class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
     """Drafts from one autoregressive layer on the target's features.
 
-    shape   "best" (EAGLE-2's dynamic tree: the nodes of the highest joint probability) or "chain"
-    static  EAGLE-1's tree instead, or the best ``shape.nodes`` of its nodes
-    layer   the head's passes, where they are not those that all drafters of the module share
+    settings  best (EAGLE-2's dynamic tree: the nodes of the highest joint probability), chain, or static: EAGLE-1's
+              tree, or the best ``nodes`` of its nodes
+    layer     the head's passes, where they are not those that all drafters of the module share
     """
 
     name = label = "eagle"
@@ -64,21 +97,20 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         self,
         target: Decoder,
         module: EagleModule,
-        shape: Shape | None = None,
+        settings: EagleSettings | None = None,
         *,
-        static: bool = False,
-        adaptive: bool = False,
         layer: EagleLayer | None = None,
     ) -> None:
         self.layer = layer or layer_of(target, module)
-        super().__init__(target, FeatureReader(self.layer), shape or Shape("best"), adaptive=adaptive)
-        self.module, self.static = module, static
+        settings = settings or EagleSettings()
+        super().__init__(target, FeatureReader(self.layer), settings, settings.depth)
+        self.module, self.static = module, settings.tree == "static"
         self.needs = Taps(module.config.layers, prompt=True)
 
     def depth_of(self, budget: int) -> int:
         """At most ``tokens``, and less in small trees: a level takes a pass of the head."""
         deepest = super().depth_of(budget)
-        return min(deepest, -(-2 * budget // 3)) if self.shape.tree == "best" else deepest
+        return min(deepest, -(-2 * budget // 3)) if self.settings.kind != "chain" else deepest
 
     # -- rows ------------------------------------------------------------------------------------------
     def recalls(self, tokens: Sequence[int]) -> int:
@@ -122,7 +154,7 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
     @property
     def _children(self) -> int:
         """The most children of a node."""
-        return 4 if self.static else min(max(self._widths), self.max_nodes - 1)
+        return 4 if self.static else min(self.settings.widths[0], self.max_nodes - 1)
 
     def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], features_nD: Tensor) -> None:
         head = self.layer.head

@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.drafting.autoregressive import Shape
 from anabranch.drafting.drafter import Row
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
 from anabranch.learning.target import run_frozen
-from anabranch.methods.eagle.drafter import EagleDrafter
+from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.layer import new_layer
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.recipes import LossOptions
@@ -38,6 +37,7 @@ __all__ = ["EagleObjective", "Frozen", "LossOptions"]
 TOP = 8  # accuracy counts a token among that many best, too
 ROWS = 16  # completions replayed side by side
 DEPTH = 5
+TREES = {"tree": "best", "chain": "chain", "static tree": "static"}  # that are replayed
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class EagleObjective:
     @torch.inference_mode()
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length of greedy decoding and accuracy; "tree" is the default tree of 16 nodes."""
-        shapes = {"tree": Shape("best", DEPTH), "chain": Shape("chain", DEPTH), "static tree": Shape("best", DEPTH, 26)}
-        shapes |= {f"{n} nodes": Shape("best", DEPTH, n) for n in nodes}
-        totals, accuracy = {name: Replay() for name in shapes}, Accuracy.empty(TOP, self.predictors)
+        settings = {name: EagleSettings(tree, depth=DEPTH, k=16) for name, tree in TREES.items()}
+        settings |= {f"{n} nodes": EagleSettings(nodes=n, depth=DEPTH, k=16) for n in nodes}
+        totals, accuracy = {name: Replay() for name in settings}, Accuracy.empty(TOP, self.predictors)
         order = sorted(examples, key=len)
         layer = new_layer(self.frozen, self.module)  # as it will draft
         for first in range(0, len(order), ROWS):
@@ -156,13 +156,9 @@ class EagleObjective:
             frozen = self.freeze(batch)
             self._score(accuracy, batch, frozen)
             with torch.autocast(self.target.device.type, enabled=False), self.frozen.decoding():
-                for name, shape in shapes.items():
-                    self._replay(
-                        totals[name],
-                        group,
-                        frozen,
-                        EagleDrafter(self.frozen, self.module, shape, static=name == "static tree", layer=layer),
-                    )
+                for name, each in settings.items():
+                    drafter = EagleDrafter(self.frozen, self.module, each, layer=layer)
+                    self._replay(totals[name], group, frozen, drafter)
         return evaluation(totals, accuracy, DEPTH)
 
     @staticmethod

@@ -5,36 +5,67 @@ B rows of the batch, S states that a tree is built from, D model width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Drafter, Observation, Row, tally
 from anabranch.drafting.head import DrawNoise, RowVocabulary
+from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.methods.heads.module import DraftHeads, VocabularyHeads
+from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 
-__all__ = ["HeadDraft", "HeadDrafter", "HeadState"]
+__all__ = ["HeadDraft", "HeadDrafter", "HeadSettings", "HeadState"]
 
 
-class HeadDraft(Protocol):
-    """Builds trees from the states of draft heads."""
+@dataclass(frozen=True)
+class HeadSettings(TreeSettings):
+    """Settings of methods with draft heads.
+
+    tree   best, chain, product, auto (best, with a size that follows the load), a number: best with so many nodes; or
+           sparse: nodes at fixed places (the head's best, second best, ... token), whatever their probabilities
+    nodes  node budget, counting the root; 0: 16, or with tree=auto 24
+    k      maximum number of children of a node; 0: 10, or in a product tree 3
+    depth  number of heads used; 0: all
+    """
+
+    trees: ClassVar[tuple[str, ...]] = ("best", "chain", "sparse", "product", "auto")
+    budgeted = ("best", "sparse", "auto")
+    children = 10
+    k: int = 0
+    depth: int = 0
+
+
+class HeadDraft(ABC):
+    """Builds trees from the states of draft heads, for one target and module."""
 
     call: Call  # all heads
-    max_nodes: int
     trees: tuple[str, ...]  # the kinds of trees that it builds
 
+    def __init__(self, target: Decoder, module: DraftHeads, settings: HeadSettings | None = None) -> None:
+        self.settings = settings or HeadSettings()
+        self.depth = self.settings.depth_for(module.config.num_heads, "heads")
+        self.max_nodes = self.settings.size_for(self.depth)
+        self.heads = module.shared(target, VocabularyHeads, lambda: VocabularyHeads(target, module))
+
     def row(self) -> RowVocabulary | None:
-        """The own tokens of a new row; None if its drafts have the draft vocabulary only."""
+        """The own tokens of a new row; None for heads of their own, which have rows for the draft vocabulary only."""
+        return None if self.heads.shared is None else RowVocabulary(self.heads.shared)
 
     def depth_of(self, budget: int) -> int:
         """The number of heads that a tree of ``budget`` nodes uses."""
+        return min(self.depth, budget - 1)
 
+    @abstractmethod
     def states(self, hidden_BD: Tensor) -> Tensor:
         """States to build trees from [B, S, D], from the target's after the last norm [B, D]."""
 
+    @abstractmethod
     def build(
         self,
         states_BSD: Tensor,
@@ -45,7 +76,13 @@ class HeadDraft(Protocol):
         budget: int | None = None,
         depths: Sequence[int] | None = None,
     ) -> list[DraftTree]:
-        """One tree per row, of at most ``budget`` nodes and a row's ``depths``."""
+        """One tree per row from its states and its root.
+
+        rows    the rows' own tokens, if ``row`` made some
+        noise   that of the rows that are sampled
+        budget  nodes at most, root included
+        depths  of the rows' trees at most
+        """
 
 
 @dataclass
@@ -57,15 +94,12 @@ class HeadState:
 
 
 class HeadDrafter(Drafter):
-    """Drafts from heads on the target's last hidden state.
-
-    adaptive  whether the number of drafted nodes follows the load
-    """
+    """Drafts from heads on the target's last hidden state."""
 
     rules = ("match",)
 
-    def __init__(self, name: str, tree: HeadDraft, *, adaptive: bool = False) -> None:
-        self.name, self.tree, self.adaptive = name, tree, adaptive
+    def __init__(self, name: str, tree: HeadDraft) -> None:
+        self.name, self.tree, self.adaptive = name, tree, tree.settings.adaptive
         self.max_nodes = tree.max_nodes
 
     def depth_of(self, budget: int) -> int:

@@ -23,10 +23,9 @@ from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
 from anabranch.learning.target import TargetStates, frozen_target
-from anabranch.methods.heads.drafter import HeadDraft
+from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
 from anabranch.methods.heads.module import DraftHeads
 from anabranch.methods.heads.recipes import LossOptions
-from anabranch.methods.heads.shape import TreeShape
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 
@@ -79,7 +78,7 @@ class HeadObjective:
         self,
         target: Decoder,
         module: DraftHeads,
-        draft: Callable[[Decoder, Any, TreeShape], HeadDraft],
+        draft: Callable[[Decoder, Any, HeadSettings], HeadDraft],
         options: LossOptions | None = None,
         *,
         segment: int = 128,
@@ -213,11 +212,11 @@ class HeadObjective:
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length and accuracy by head; "tree" is the default tree of 16 nodes."""
-        drafts = {"tree": self.draft(self.target, self.module, TreeShape())}
-        shapes = {"chain": TreeShape("chain")}
+        drafts = {"tree": self.draft(self.target, self.module, HeadSettings())}
+        shapes = {"chain": HeadSettings("chain")}
         if "sparse" in drafts["tree"].trees:
-            shapes["sparse tree"] = TreeShape("sparse")
-        shapes |= {f"{n} nodes": TreeShape(nodes=n) for n in nodes}
+            shapes["sparse tree"] = HeadSettings("sparse")
+        shapes |= {f"{n} nodes": HeadSettings(nodes=n) for n in nodes}
         drafts |= {name: self.draft(self.target, self.module, shape) for name, shape in shapes.items()}
         totals, accuracy = replay_all(self, {name: _FromTarget(draft) for name, draft in drafts.items()}, examples)
         return evaluation(totals, accuracy, self.predictors)

@@ -13,8 +13,7 @@ from torch import Tensor
 from anabranch.drafting.calls import Call
 from anabranch.drafting.grow_tensors import grow_tensors, trees_of
 from anabranch.drafting.head import DrawNoise, RowVocabulary
-from anabranch.methods.heads.module import VocabularyHeads
-from anabranch.methods.heads.shape import TreeShape
+from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
 from anabranch.methods.hydra.module import HydraModule
 from anabranch.model.decoder import Decoder
 from anabranch.model.reads import read_bytes
@@ -25,28 +24,18 @@ __all__ = ["HydraDraft"]
 FRONTIER = 12  # nodes of a level that get children in a best-first tree; bounds the cost of a level
 
 
-class HydraDraft:
+class HydraDraft(HeadDraft):
     """Builds trees for one target and module."""
 
-    trees: tuple[str, ...] = ("best", "chain", "product")
+    trees = ("best", "chain", "product")
 
-    def __init__(self, target: Decoder, module: HydraModule, shape: TreeShape | None = None) -> None:
-        self.target, self.module, self.shape = target, module, shape or TreeShape()
-        self.depth = self.shape.heads(module.config.num_heads)
-        self.max_nodes = self.shape.size(module.config.num_heads)
-        self.heads = module.shared(target, VocabularyHeads, lambda: VocabularyHeads(target, module))
+    def __init__(self, target: Decoder, module: HydraModule, settings: HeadSettings | None = None) -> None:
+        super().__init__(target, module, settings)
+        self.target, self.module = target, module
         module.pack(target)
         # the heads' blocks, and what each of them scores, one after another
         scored = self.heads.read * (1 if self.heads.shared is None else module.config.num_heads)
         self.call = Call("heads", read=read_bytes([module.blocks]) + scored)
-
-    def row(self) -> RowVocabulary | None:
-        """The own tokens of a new row; heads of their own have rows for the draft vocabulary only."""
-        return None if self.heads.shared is None else RowVocabulary(self.heads.shared)
-
-    def depth_of(self, budget: int) -> int:
-        """The number of heads that a tree of ``budget`` nodes uses."""
-        return min(self.depth, budget - 1)
 
     def states(self, hidden_BD: Tensor) -> Tensor:
         """What the heads read [B, 1, D]."""
@@ -63,17 +52,11 @@ class HydraDraft:
         budget: int | None = None,
         depths: Sequence[int] | None = None,
     ) -> list[DraftTree]:
-        """One tree per row from what the heads read [B, 1, D] and the rows' root tokens.
-
-        rows    the rows' own tokens, if ``row`` made some
-        noise   that of the rows that are sampled
-        budget  nodes at most, root included
-        depths  of the rows' trees at most
-        """
+        """One tree per row from what the heads read [B, 1, D]; see ``HeadDraft``."""
         budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
         depth = self.depth_of(budget if depths is None else min(budget, 1 + max(depths)))
         drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
-        k, best = 1 if self.shape.tree == "chain" else min(self.shape.k, budget - 1), self.shape.tree == "best"
+        k, best = min(self.settings.widths[0], budget - 1), self.settings.kind == "best"
         path_BFC = states_BSD.new_zeros(len(roots), 1, 0)
 
         def expand(d: int, tokens_BF: Tensor, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:

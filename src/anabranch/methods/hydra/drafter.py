@@ -34,8 +34,8 @@ class PrefixDrafter(HeadDrafter):
 
     needs = Taps(prompt=True)
 
-    def __init__(self, name: str, tree: HydraDraft, *, adaptive: bool = False) -> None:
-        super().__init__(name, tree, adaptive=adaptive)
+    def __init__(self, name: str, tree: HydraDraft) -> None:
+        super().__init__(name, tree)
         module, target = tree.module, tree.target
         self._layer = module.shared(target, PrefixLayer, lambda: PrefixLayer(target, module))
         self._call = Call("partial", 1, target.config.num_layers, read_bytes([self._layer.layer]))

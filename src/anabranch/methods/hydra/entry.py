@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
+from anabranch.drafting.counting import DraftCost, DraftShape
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
-from anabranch.errors import CapabilityError
-from anabranch.methods.heads.drafter import HeadDrafter
-from anabranch.methods.heads.shape import BUDGETS, HeadSettings
+from anabranch.drafting.trained import Trained
+from anabranch.drafting.tree_settings import BUDGETS
+from anabranch.learning.recipe import Recipe
+from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
+from anabranch.methods.heads.module import begin_with, start_from_target
+from anabranch.methods.heads.objective import HeadObjective
+from anabranch.methods.heads.trained import described, read_once
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.drafter import PrefixDrafter
 from anabranch.methods.hydra.module import HydraModule
-from anabranch.methods.hydra.trained import COUNTS, TRAINED
+from anabranch.methods.hydra.published import LAYOUTS
+from anabranch.methods.hydra.recipes import TRAINING, HydraConfig
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "HydraSettings"]
@@ -24,18 +29,41 @@ __all__ = ["METHOD", "HydraSettings"]
 class HydraSettings(HeadSettings):
     """Settings of ``hydra:...``."""
 
-    trees: ClassVar[tuple[str, ...]] = (*HydraDraft.trees, "auto")
+    trees = (*HydraDraft.trees, "auto")
 
 
 def _build(target: Decoder, settings: HydraSettings, module: nn.Module | None) -> Drafter:
-    if not isinstance(module, HydraModule):
-        raise CapabilityError(
-            "the drafter 'hydra' needs heads that were trained for this target, and there are none; give an adapter "
-            "with adapter=FOLDER, train one with 'anabranch train hydra', or use drafter='prompt_lookup'"
-        )
-    made = PrefixDrafter if module.config.prefix else HeadDrafter
-    return made("hydra", HydraDraft(target, module, settings.shape), adaptive=settings.adaptive)
+    draft = HydraDraft(target, TRAINED.require(module, "hydra"), settings)
+    return PrefixDrafter("hydra", draft) if draft.module.config.prefix else HeadDrafter("hydra", draft)
 
+
+def _objective(target: Decoder, module: HydraModule, recipe: Recipe, *, frozen: Decoder) -> HeadObjective:
+    return HeadObjective(target, module, HydraDraft, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+
+
+def _describe(config: HydraConfig) -> str:
+    return described(config, " on a prefix layer" if config.prefix else "")
+
+
+def _published(decoder: Decoder, shape: DraftShape) -> DraftCost:
+    """The published layout: head i also reads i embeddings; its residual connection has a matrix, since widths differ.
+
+    One path is counted; a tree runs heads at every node.
+    """
+    return read_once(HydraModule(decoder.config, HydraConfig(shape.gamma, head="own")))
+
+
+COUNTS = {"hydra": _published}
+
+TRAINED = Trained(
+    training=TRAINING,
+    module=HydraModule,
+    objective=_objective,
+    describe=_describe,
+    begin=begin_with,
+    fresh=start_from_target,
+    published=LAYOUTS,
+)
 
 METHOD = Method(
     name="hydra",

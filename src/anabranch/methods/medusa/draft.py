@@ -16,9 +16,8 @@ from torch import Tensor
 from anabranch.drafting.calls import Call
 from anabranch.drafting.grow import Child, Form, Growth, by_depth, grow
 from anabranch.drafting.head import DrawNoise, RowVocabulary
-from anabranch.methods.heads.module import VocabularyHeads
+from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
 from anabranch.methods.heads.recipes import MOST_HEADS
-from anabranch.methods.heads.shape import TreeShape
 from anabranch.methods.medusa.module import MedusaModule, MedusaStates
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
@@ -31,26 +30,19 @@ SHARES = tuple(math.log(0.5 * 0.85**k) for k in range(MOST_HEADS))
 RANKS = 1.5
 
 
-class MedusaDraft:
+class MedusaDraft(HeadDraft):
     """Builds trees for one target and module."""
 
-    trees: tuple[str, ...] = ("best", "chain", "sparse", "product")
+    trees = ("best", "chain", "sparse", "product")
 
-    def __init__(self, target: Decoder, module: MedusaModule, shape: TreeShape | None = None) -> None:
-        self.shape = shape or TreeShape()
-        self.depth = self.shape.heads(module.config.num_heads)
-        self.max_nodes = self.shape.size(module.config.num_heads)
-        self.states = module.shared(target, MedusaStates, lambda: MedusaStates(target, module))
-        self.heads = module.shared(target, VocabularyHeads, lambda: VocabularyHeads(target, module))
-        self.call = Call("heads", read=self.states.read + self.heads.read)
+    def __init__(self, target: Decoder, module: MedusaModule, settings: HeadSettings | None = None) -> None:
+        super().__init__(target, module, settings)
+        self._states = module.shared(target, MedusaStates, lambda: MedusaStates(target, module))
+        self.call = Call("heads", read=self._states.read + self.heads.read)
 
-    def row(self) -> RowVocabulary | None:
-        """The own tokens of a new row; heads of their own have rows for the draft vocabulary only."""
-        return None if self.heads.shared is None else RowVocabulary(self.heads.shared)
-
-    def depth_of(self, budget: int) -> int:
-        """The number of heads that a tree of ``budget`` nodes uses."""
-        return min(self.depth, budget - 1)
+    def states(self, hidden_BD: Tensor) -> Tensor:
+        """The heads' states [B, K, D]."""
+        return self._states(hidden_BD)
 
     @torch.inference_mode()
     def build(
@@ -63,17 +55,11 @@ class MedusaDraft:
         budget: int | None = None,
         depths: Sequence[int] | None = None,
     ) -> list[DraftTree]:
-        """One tree per row from the heads' states [B, K, D] and the rows' root tokens.
-
-        rows    the rows' own tokens, if ``row`` made some
-        noise   that of the rows that are sampled
-        budget  nodes at most, root included
-        depths  of the rows' trees at most
-        """
+        """One tree per row from the heads' states [B, K, D]; see ``HeadDraft``."""
         budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
         depth = self.depth_of(budget)
         drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
-        k = 1 if self.shape.tree == "chain" else min(self.shape.k, budget - 1)
+        k = min(self.settings.widths[0], budget - 1)
         states_BKD = states_BSD[:, :depth]
         if self.heads.shared is not None:
             tokens, log_probs = self.heads.shared.best_tokens(states_BKD, k, rows, drawn, slice(0, depth))
@@ -99,9 +85,9 @@ class MedusaDraft:
             ]
             for level in zip(tokens, log_probs, strict=True)
         ]
-        shape, widths = self.shape.tree, [len(tokens[0])]
-        form = Form(budget, depth, _sparse(budget, depth, widths[0]) if shape == "sparse" else widths)
-        if shape != "best":
+        kind, widths = self.settings.kind, [len(tokens[0])]
+        form = Form(budget, depth, _sparse(budget, depth, widths[0]) if kind == "sparse" else widths)
+        if kind != "best":
             form = replace(form, frontier=budget)
         (tree,) = grow([Growth(root, form)], lambda nodes: [levels[node.depth] for node in nodes], by_depth("head"))
         return tree

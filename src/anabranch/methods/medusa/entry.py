@@ -5,45 +5,85 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.counting import DraftCost, DraftShape
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
-from anabranch.errors import CapabilityError
-from anabranch.methods.heads.drafter import HeadDrafter
-from anabranch.methods.heads.shape import BUDGETS, HeadSettings
+from anabranch.drafting.trained import Trained
+from anabranch.drafting.tree_settings import BUDGETS
+from anabranch.learning.objective import Objective
+from anabranch.learning.recipe import Recipe
+from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
+from anabranch.methods.heads.module import start_from_target
+from anabranch.methods.heads.objective import HeadObjective
+from anabranch.methods.heads.trained import described, read_once
 from anabranch.methods.medusa.draft import MedusaDraft
-from anabranch.methods.medusa.module import MedusaModule
-from anabranch.methods.medusa.trained import COUNTS, TRAINED, TUNED
+from anabranch.methods.medusa.module import MedusaModule, begin_with_heads
+from anabranch.methods.medusa.published import LAYOUTS
+from anabranch.methods.medusa.recipes import TRAINING, TUNING, MedusaConfig, MedusaLoss
+from anabranch.methods.tuning import TunedObjective, export_tuned
 from anabranch.model.decoder import Decoder
 
-__all__ = ["METHOD", "METHOD_2", "MedusaSettings"]
+__all__ = ["METHOD", "METHOD_2", "medusa_objective"]
 
 
-@dataclass(frozen=True)
-class MedusaSettings(HeadSettings):
-    """Settings of ``medusa:...`` and ``medusa2:...``."""
+def _build(name: str, target: Decoder, settings: HeadSettings, module: nn.Module | None) -> Drafter:
+    return HeadDrafter(name, MedusaDraft(target, TRAINED.require(module, name), settings))
 
 
-def _build(name: str, target: Decoder, settings: MedusaSettings, module: nn.Module | None) -> Drafter:
-    if not isinstance(module, MedusaModule):
-        raise CapabilityError(
-            f"the drafter {name!r} needs heads that were trained for this target, and there are none; give an adapter "
-            f"with adapter=FOLDER, train one with 'anabranch train {name}', or use drafter='prompt_lookup'"
-        )
-    return HeadDrafter(name, MedusaDraft(target, module, settings.shape), adaptive=settings.adaptive)
+def medusa_objective(
+    target: Decoder, module: MedusaModule, loss: MedusaLoss, *, segment: int = 128, frozen: Decoder | None = None
+) -> Objective[Any]:
+    """The objective of heads, or of heads and target together: ``CE(main) + heads * sum_k CE(head k)``.
 
+    Begin the latter with heads that were trained on the frozen target (``--init``): the paper's first stage, without
+    which the large loss of fresh heads would disturb the target.
+    """
+    heads = HeadObjective(target, module, MedusaDraft, loss, segment=segment, frozen=frozen)
+    if module.tuning is None:
+        return heads
+    each = heads.predictors
+    return TunedObjective(
+        *(target, module.tuning, heads), frozen=frozen, each=each, share=each * loss.heads, soft=loss.soft
+    )
+
+
+def _objective(target: Decoder, module: MedusaModule, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
+    return medusa_objective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+
+
+def _published(decoder: Decoder, shape: DraftShape) -> DraftCost:
+    """The published layout: gamma heads, each a residual block and a vocabulary head: gamma (h^2 + h + h v)."""
+    return read_once(MedusaModule(decoder.config, MedusaConfig(shape.gamma, head="own")))
+
+
+COUNTS = {"medusa": _published}
+
+TRAINED = Trained(
+    training=TRAINING,
+    module=MedusaModule,
+    objective=_objective,
+    describe=described,
+    begin=begin_with_heads,
+    export=export_tuned,
+    fresh=start_from_target,
+    published=LAYOUTS,
+)
+
+TUNED = replace(TRAINED, training=TUNING, published=())
 
 METHOD = Method(
     name="medusa",
     summary="Medusa: heads on the model's last hidden state draft; needs a trained adapter",
-    settings=MedusaSettings,
+    settings=HeadSettings,
     build=partial(_build, "medusa"),
     trained=TRAINED,
     variants=("", "tree=auto", "tree=sparse"),
-    candidates=sized(MedusaSettings, BUDGETS),
+    candidates=sized(HeadSettings, BUDGETS),
     order=numbered("head"),
     counts=COUNTS,
 )
@@ -51,7 +91,7 @@ METHOD = Method(
 METHOD_2 = Method(
     name="medusa2",
     summary="Medusa-2: the same with a target that was tuned together with its heads; needs a trained adapter",
-    settings=MedusaSettings,
+    settings=HeadSettings,
     build=partial(_build, "medusa2"),
     trained=TUNED,
     variants=("", "tree=auto", "tree=sparse"),

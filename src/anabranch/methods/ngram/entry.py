@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.tables import Tables, TableSettings, find_tables
+from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.errors import InputError
 from anabranch.methods.ngram.counts import build
 from anabranch.methods.ngram.drafter import NGramDrafter
@@ -18,8 +19,6 @@ from anabranch.methods.ngram.recipes import TRAINING
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "NGramDrafter", "NGramModel", "NGramSettings"]
-
-BUDGETS = (3, 4, 5, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,13 @@ class NGramSettings(TableSettings):
     order  length of the n-grams: 3, 2 or 1
     """
 
+    trees = budgeted = ("best", "auto", "chain")
     order: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.order <= 3:
             raise InputError(f"order must be 1, 2 or 3, got {self.order}")
-
-    @classmethod
-    def trees(cls) -> tuple[str, ...]:
-        """A chain too."""
-        return (*super().trees(), "chain")
 
 
 def _build(target: Decoder, settings: NGramSettings, module: object) -> Drafter:
@@ -61,7 +56,7 @@ METHOD = Method(
         build=build,
     ),
     variants=("", "tree=auto", "tree=chain"),
-    candidates=sized(NGramSettings, BUDGETS),
+    candidates=sized(NGramSettings, BUDGETS[:8]),
     detached=True,
     order=lambda source: 1 if source == "ngram" else None,
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call, tally
 from anabranch.drafting.head import DraftHead, DrawNoise, RowVocabulary
-from anabranch.methods.streams.draft import DraftOptions, NativeDraft
+from anabranch.methods.streams.draft import NativeDraft, StreamSettings
 from anabranch.methods.streams.native import narrow_layer
 from anabranch.methods.streams.trailing import Trailed, lengths_with
 from anabranch.model.cache import Cache
@@ -83,7 +83,7 @@ class QuantizedCopy:
         """The copy's layers, and what chooses the token after a state of it; None where the kernels lack either."""
         if not QuantizedCopy.fits(target):
             return None
-        following = NativeDraft.of(target, head, DraftOptions(tree="chain", depth=1), depth=1, certainty=CERTAINTY)
+        following = NativeDraft.of(target, head, StreamSettings(tree="chain", depth=1), depth=1, certainty=CERTAINTY)
         if following is None:
             return None
         if target not in _copies:

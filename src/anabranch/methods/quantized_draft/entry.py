@@ -13,8 +13,9 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.quantized_draft.copy import COPY, QuantizedCopy
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.lead import LedStreamDrafter
+from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.entry import METHOD as STREAMS
-from anabranch.methods.streams.entry import StreamSettings, adapter_of
+from anabranch.methods.streams.entry import TRAINED
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "QuantizedSettings"]
@@ -50,13 +51,8 @@ def _build(target: Decoder, settings: QuantizedSettings, module: nn.Module | Non
 def _before_streams(
     target: Decoder, settings: QuantizedSettings, streams: StreamSettings, module: nn.Module | None
 ) -> Drafter:
-    return LedStreamDrafter(
-        *(target, adapter_of(module), streams.options),
-        tokens=None if settings.adaptive else int(settings.tokens),
-        prune=streams.prune,
-        placement=streams.placement,
-        adaptive=streams.adaptive,
-    )
+    tokens = None if settings.adaptive else int(settings.tokens)
+    return LedStreamDrafter(target, TRAINED.require(module, STREAMS.name), streams, tokens=tokens)
 
 
 def _pays(target: Decoder, streams: Any, module: Any) -> bool:

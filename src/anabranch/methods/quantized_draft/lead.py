@@ -20,7 +20,7 @@ from anabranch.drafting.head import DrawNoise
 from anabranch.errors import CapabilityError
 from anabranch.methods.quantized_draft.copy import COPY, Copied, QuantizedCopy
 from anabranch.methods.streams.adapter import StreamModule
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter, StreamState
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.trailing import trailing
@@ -49,7 +49,7 @@ class LeadCopy(QuantizedCopy):
     """
 
     def __init__(self, target: Decoder, adapter: StreamModule, trail: NativeTrail, *, copy: bool) -> None:
-        below = StreamDraft(target, adapter, DraftOptions(nodes=TREE, copy=copy))
+        below = StreamDraft(target, adapter, StreamSettings(nodes=TREE, copy=copy))
         parts = self.parts(target, below.head)
         if parts is None:
             raise CapabilityError(REFUSAL)
@@ -89,22 +89,19 @@ class LedStreamDrafter(StreamDrafter):
         self,
         target: Decoder,
         adapter: StreamModule,
-        options: DraftOptions | None = None,
+        settings: StreamSettings | None = None,
         *,
         tokens: int | None = None,
-        prune: int = 0,
-        placement: str = "auto",
-        adaptive: bool = False,
     ) -> None:
-        super().__init__(target, adapter, options, prune=prune, placement=placement, adaptive=adaptive)
+        super().__init__(target, adapter, settings)
         self.name = type(self).name
-        if self.native is None or prune or not adapter.reads_main or self.tree.options.tree == "product":
+        if self.native is None or self.prune or not adapter.reads_main or self.tree.settings.kind == "product":
             raise CapabilityError(REFUSAL)
-        self.copy = LeadCopy(target, adapter, self.native, copy=self.tree.options.copy)
+        self.copy = LeadCopy(target, adapter, self.native, copy=self.tree.settings.copy)
         self.traits = replace(self.traits, lead_rows=LEAD_ROWS if tokens is None else sys.maxsize)
         self.tokens = AUTO_LEAD if tokens is None else tokens
         self._longest = self.tokens + self.copy.beyond
-        if self.tree.options.tree != "best":
+        if self.tree.settings.kind != "best":
             self.max_nodes += self._longest
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.tables import Tables, TableSettings, find_tables
+from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.errors import InputError
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.methods.rest.drafter import RestDrafter
@@ -14,8 +15,6 @@ from anabranch.methods.rest.suffixes import WIDTH, build
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "Datastore", "RestDrafter", "RestSettings"]
-
-BUDGETS = (3, 4, 5, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ METHOD = Method(
         build=build,
     ),
     variants=("", "tree=auto"),
-    candidates=sized(RestSettings, BUDGETS),
+    candidates=sized(RestSettings, BUDGETS[:8]),
     detached=True,
     order=lambda source: 1 if source == "rest" else None,
 )

@@ -8,25 +8,29 @@ own weights and an embedding of their own as the initial state.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
-from anabranch.errors import CapabilityError
-from anabranch.methods.space.module import MaskConfig, MaskModule
-from anabranch.methods.space.trained import TRAINED
+from anabranch.drafting.trained import Trained
+from anabranch.drafting.tree_settings import BUDGETS
+from anabranch.learning.objective import Objective
+from anabranch.learning.recipe import Recipe
+from anabranch.methods.space.module import MaskModule, begin_with, start_from_target
+from anabranch.methods.space.objective import MaskObjective
+from anabranch.methods.space.recipes import TRAINING, MaskConfig, MaskLossOptions
+from anabranch.methods.streams.draft import StreamSettings, StreamTrees
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.streams.settings import TreeSettings
+from anabranch.methods.tuning import TunedObjective, export_tuned
 from anabranch.model.decoder import Decoder
 
-__all__ = ["METHOD", "SpaceSettings"]
-
-BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+__all__ = ["METHOD", "TRAINED", "SpaceSettings", "mask_objective"]
 
 
 @dataclass(frozen=True)
-class SpaceSettings(TreeSettings):
+class SpaceSettings(StreamTrees):
     """Settings of ``space:...``: those of trees, and ``placement``.
 
     placement  ride: masks of every node are part of the target's pass (the paper); trail: those of the accepted node
@@ -35,17 +39,14 @@ class SpaceSettings(TreeSettings):
 
     placement: str = "auto"
 
+    @property
+    def of_streams(self) -> StreamSettings:
+        """The same for the drafter of streams."""
+        return StreamSettings(**vars(self))
+
 
 def _build(target: Decoder, settings: SpaceSettings, module: nn.Module | None) -> Drafter:
-    if module is None:
-        raise CapabilityError(
-            "the drafter 'space' needs an adapter that was trained for this target, and there is none; give one "
-            "with adapter=FOLDER, train one with 'anabranch train space', or use drafter='prompt_lookup'"
-        )
-    assert isinstance(module, MaskModule)
-    return StreamDrafter(
-        target, module, settings.options, placement=settings.placement, adaptive=settings.adaptive, name="space"
-    )
+    return StreamDrafter(target, TRAINED.require(module, "space"), settings.of_streams, name="space")
 
 
 def _count(decoder: Decoder, shape: DraftShape) -> DraftCost:
@@ -56,6 +57,39 @@ def _count(decoder: Decoder, shape: DraftShape) -> DraftCost:
     head = shape.gamma * 2 * decoder.head.weight.numel()
     return DraftCost(own, WEIGHT_BYTES * own, shape.nodes * shape.gamma * per_row + head)
 
+
+def mask_objective(
+    target: Decoder, module: MaskModule, loss: MaskLossOptions, *, segment: int = 128, frozen: Decoder | None = None
+) -> Objective[Any]:
+    """The objective of masks, or of masks and target together (SAR-SFT): ``CE(main) + masks * CE(masks)``.
+
+    The paper replaces k tokens at one random place of some answers by masks, so that one model learns both to continue
+    a text and to fill in masks. Here masks follow every ``stride``-th position of each completion, beside the text.
+    """
+    masks = MaskObjective(target, module, loss, segment=segment, frozen=frozen)
+    if module.tuning is None:
+        return masks
+    each = masks.predictors / loss.stride
+    return TunedObjective(*(target, module.tuning, masks), frozen=frozen, each=each, share=loss.masks, soft=loss.soft)
+
+
+def _objective(target: Decoder, module: MaskModule, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
+    return mask_objective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+
+
+def _describe(config: MaskConfig) -> str:
+    return f"{config.num_masks} mask tokens"
+
+
+TRAINED = Trained(
+    training=TRAINING,
+    module=MaskModule,
+    objective=_objective,
+    describe=_describe,
+    begin=begin_with,
+    fresh=start_from_target,
+    export=export_tuned,
+)
 
 METHOD = Method(
     name="space",

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
 from anabranch.drafting.grow_tensors import Level, grow_tensors, trees_of
 from anabranch.drafting.head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
+from anabranch.drafting.tree_settings import TreeSettings
 from anabranch.errors import InputError
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import ALONE, COPIED, MIXED
@@ -35,90 +35,93 @@ from anabranch.native.arguments import address
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 
-__all__ = ["DraftOptions", "NativeDraft", "StreamDraft"]
+__all__ = ["NativeDraft", "StreamDraft", "StreamSettings", "StreamTrees"]
 
 # Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
 # tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
 TRUSTS = 16  # the trust in what is copied is rounded to multiples of 1 / TRUSTS
-MOST_NODES = 1024  # limit of a product tree, which grows with k ** depth
 
 
 @dataclass(frozen=True)
-class DraftOptions:
-    """Options for building trees from stream states.
+class StreamTrees(TreeSettings):
+    """Settings of trees from streams or masks.
 
-    tree       "best": the ``nodes`` most probable nodes; "product": the full top-k product tree; "chain"
-    nodes      node budget of a best-first tree, counting the root
-    k          maximum number of children of a node (in a best-first tree at most its number of nodes)
-    depth      number of streams to use; 0: all of the adapter's (gamma), but fewer for small best-first trees: two for
-               three nodes
-    frontier   maximum number of expanded nodes per level (best-first); limits the cost of conditioned scoring
-    threshold  minimum joint probability of a node (best-first), for targets on which every verified node costs time
-    shortlist  compute conditioned scores for this many of each stream's best tokens; 0: for the whole draft vocabulary,
-               of which the native kernels skip the least probable blocks (``BLOCKS``)
-    condition  use the adapter's conditioning if it has any
-    copy       mix in what the text suggests (``copying``): in best-first trees of greedy rows, on the native kernels
+    tree       best, product, chain, auto (best, sized by the load), or a number: best with so many nodes
+    nodes      node budget, counting the root; 0: 16, or with tree=auto 24
+    k          maximum number of children of a node; 0: 16, or in a product tree 3
+    depth      number of streams or masks used; 0: all, but fewer in small best-first trees
+    frontier   maximum number of nodes expanded per level (best-first)
+    threshold  minimum joint probability of a node (best-first)
     """
 
-    tree: Literal["best", "product", "chain"] = "best"
-    nodes: int = 16
-    k: int = 16
+    trees = budgeted = ("best", "product", "chain", "auto")
+    k: int = 0
     depth: int = 0
     frontier: int = 12
     threshold: float = 0.0
-    shortlist: int = 0
-    condition: bool = True
-    copy: bool = False
 
     def __post_init__(self) -> None:
-        if self.tree not in ("best", "product", "chain"):
-            raise InputError(f"tree must be best, product or chain, got {self.tree!r}")
-        for name, low in (("nodes", 2), ("k", 1), ("depth", 0), ("frontier", 1), ("shortlist", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise InputError(f"{name} must be a whole number of at least {low}, got {value!r}")
-        if not 0.0 <= self.threshold < 1.0:
-            raise InputError(f"threshold must be a probability of at least 0 and below 1, got {self.threshold!r}")
+        super().__post_init__()
         if self.depth:
-            self.check_size(self.depth)
+            self.depth_for(self.depth, "streams")
 
     def streams(self, gamma: int, nodes: int | None = None) -> int:
-        """The number of an adapter's ``gamma`` streams that a tree of ``nodes`` nodes uses (None: ``self.nodes``)."""
-        if self.depth or self.tree != "best":
-            return self.depth or gamma
-        nodes = self.nodes if nodes is None else nodes
+        """The number of an adapter's ``gamma`` streams that a tree of ``nodes`` nodes uses (None: ``self.size``)."""
+        if self.depth or self.kind != "best":
+            return self.depth_for(gamma, "streams")
+        nodes = self.size if nodes is None else nodes
         return min(gamma, nodes - 1, -(-2 * nodes // 3))
 
     @property
-    def children(self) -> int:
-        """The number of candidate children per node."""
-        if self.tree == "chain":
-            return 1
-        return min(self.k, self.nodes - 1) if self.tree == "best" else self.k
+    def width(self) -> int:
+        """The number of candidate children of a node."""
+        return min(self.widths[0], self.size - 1) if self.kind == "best" else self.widths[0]
 
-    def check_size(self, depth: int) -> None:
-        """Raise InputError for a product tree over ``depth`` streams that is too large to verify."""
-        if self.tree == "product" and sum(self.k**d for d in range(depth + 1)) > MOST_NODES:
-            raise InputError(
-                f"a product tree of {self.k} children over {depth} streams has more than {MOST_NODES:,} nodes; "
-                "lower k or depth, or use tree=best with a node budget"
-            )
+
+@dataclass(frozen=True)
+class StreamSettings(StreamTrees):
+    """Settings of ``streams:...``, besides those of trees.
+
+    shortlist  number of each stream's best tokens whose conditioned scores are computed; 0: the whole draft vocabulary
+    condition  use the adapter's conditioning, if it has any
+    copy       mix in what followed earlier matches in the text (greedy rows, best-first trees, native kernels)
+    prune      number of nodes that the early-exit layer keeps; 0: no pruning
+    placement  ride in the target's pass (the paper), trail it, or auto: trail on a CPU and with an adapter that
+               conditions its streams on the emitted token, otherwise ride
+    """
+
+    shortlist: int = 0
+    condition: bool = True
+    copy: bool = False
+    prune: int = 0
+    placement: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shortlist < 0:
+            raise InputError(f"shortlist must be at least 0, got {self.shortlist}")
+
+    @classmethod
+    def in_auto(cls) -> StreamSettings:
+        """``tree=auto,copy=yes``."""
+        return cls(tree="auto", copy=True)
+
+    @property
+    def additions(self) -> Mapping[str, bool]:
+        """``copy``, if it is on."""
+        return {"copy": True} if self.copy else {}
 
 
 class StreamDraft:
     """Builds trees for one target and adapter."""
 
-    def __init__(self, target: Decoder, adapter: StreamModule, options: DraftOptions | None = None) -> None:
-        self.options = options or DraftOptions()
-        gamma = adapter.shape.num_streams
-        if self.options.depth > gamma:
-            raise InputError(f"depth is {self.options.depth}, but the adapter has only {gamma} streams")
+    def __init__(self, target: Decoder, adapter: StreamModule, settings: StreamSettings | None = None) -> None:
+        self.settings = settings or StreamSettings()
         self.target, self.adapter = target, adapter
-        self.depth = self.options.streams(gamma)
-        self.options.check_size(self.depth)
+        self.depth = self.settings.streams(adapter.shape.num_streams)
         self.graphs = Graphs()
-        self.conditioner = adapter.conditioner if self.options.condition else None
+        self.conditioner = adapter.conditioner if self.settings.condition else None
         self.head = adapter.shared(target, DraftHead, lambda: DraftHead(target, adapter.vocabulary))
         if self.conditioner is not None:
             self.conditioner.pack(target.head)
@@ -127,7 +130,7 @@ class StreamDraft:
     def native(self) -> NativeDraft | None:
         """The same with the native kernels, if they support it; created on first use, since training needs none."""
         return NativeDraft.of(
-            *(self.target, self.head, self.options),
+            *(self.target, self.head, self.settings),
             depth=self.depth,
             conditioner=self.conditioner,
             predictor=self.adapter.predictor,
@@ -179,13 +182,11 @@ class StreamDraft:
         rows: Sequence[RowVocabulary] | None,
         noise: Sequence[DrawNoise | None],
     ) -> list[DraftTree]:
-        options = self.options
-        budget = options.nodes if options.tree == "best" else None
-        floor = math.log(options.threshold) if options.threshold else -math.inf
         words, drawn = self.head.words(rows, len(roots)), DrawNoise.together(noise, self.depth)
-        return trees_of(
-            roots, self._captured(states_BSD, torch.tensor(roots), words, drawn), self.adapter.predictor, budget, floor
-        )
+        levels = self._captured(states_BSD, torch.tensor(roots), words, drawn)
+        best = self.settings.kind == "best"
+        budget, floor = (self.settings.size, self.settings.floor) if best else (None, -math.inf)
+        return trees_of(roots, levels, self.adapter.predictor, budget, floor)
 
     def _captured(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         """``_grow``, captured as a graph where the backend captures them."""
@@ -204,11 +205,11 @@ class StreamDraft:
         return [Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
-        options = self.options
+        settings = self.settings
         carried: Tensor | None = None
         shortlists: Tensor | None = None
-        if options.shortlist and self.conditioner is not None:
-            n = min(options.shortlist, words.ids_BV.shape[1])
+        if settings.shortlist and self.conditioner is not None:
+            n = min(settings.shortlist, words.ids_BV.shape[1])
             best = self.head.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
             shortlists = words.ids_BV.gather(1, best.flatten(1)).view_as(best)
 
@@ -221,7 +222,7 @@ class StreamDraft:
             scores = self.head.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
             if drawn is not None:
                 scores = drawn.added(scores, ids, slice(d, d + 1))
-            log_probs, best = self.head.best(scores, min(options.children, ids.shape[1]))
+            log_probs, best = self.head.best(scores, min(settings.width, ids.shape[1]))
             # without conditioning children are the same for all nodes of a row
             each = (*tokens_BF.shape, log_probs.shape[-1])
             return ids.gather(1, best.flatten(1)).view_as(best).expand(each), log_probs.expand(each)
@@ -230,8 +231,8 @@ class StreamDraft:
             roots_B,
             expand,
             depth=self.depth,
-            budget=options.nodes if options.tree == "best" else None,
-            frontier=options.frontier,
+            budget=settings.size if settings.kind == "best" else None,
+            frontier=settings.frontier,
             lazy=states_BSD.device.type == "cpu" and self.target.backend.capture is None,
         )
 
@@ -252,7 +253,7 @@ class StreamDraft:
         The distributions are the stream scores transformed like the target's logits (temperature, top-k, ...). Returns
         the product tree of k children over at most ``depth`` streams (k = 1: a chain) with ``draft_probs`` [N, V].
         """
-        k = self.options.children
+        k = self.settings.width
         carried: Tensor | None = None
         words = self.head.words(None if row is None else [row], 1)
         uniforms = _Siblings()
@@ -296,7 +297,7 @@ class NativeDraft:
         self,
         target: Decoder,
         head: DraftHead,
-        options: DraftOptions,
+        settings: StreamSettings,
         linears: dict[str, NativeLinear],
         *,
         depth: int,
@@ -305,10 +306,10 @@ class NativeDraft:
     ) -> None:
         assert isinstance(head.scores, NativeLinear), "the kernels have these scores"
         self._greedy, self._sampled = (1.0, TRUST) if certainty is None else (certainty, certainty)
-        chain = options.tree == "chain"
+        chain = settings.kind == "chain"
         self._kernels = StreamKernels(head.scores.kernels)
         self._sources = ("target", *(f"{predictor} {d}" for d in range(1, depth + 1)), COPIED)
-        self.copies, self._trust = options.copy and options.tree == "best", TRUSTS
+        self.copies, self._trust = settings.copy and settings.kind == "best", TRUSTS
         vocabulary = head.vocabulary
         self._kept = (linears, head, vocabulary, target.embedding)
         self._config = DraftConfig(
@@ -317,12 +318,12 @@ class NativeDraft:
             ids=vocabulary.data_ptr(),
             d=target.config.hidden_size,
             depth=depth,
-            children=min(options.children, len(vocabulary)),
-            nodes=depth + 1 if chain else options.nodes,
-            frontier=1 if chain else options.frontier,
-            blocks=max(BLOCKS, 4 * options.nodes),
+            children=min(settings.width, len(vocabulary)),
+            nodes=depth + 1 if chain else settings.size,
+            frontier=1 if chain else settings.frontier,
+            blocks=max(BLOCKS, 4 * settings.size),
             noise_scale=self._sampled,
-            min_log_prob=math.log(options.threshold) if options.threshold and not chain else -math.inf,
+            min_log_prob=-math.inf if chain else settings.floor,
             mixed=MIXED,
             alone=ALONE,
             **{name: linear.packed for name, linear in linears.items()},
@@ -332,7 +333,7 @@ class NativeDraft:
     def of(
         target: Decoder,
         head: DraftHead,
-        options: DraftOptions,
+        settings: StreamSettings,
         *,
         depth: int,
         conditioner: Conditioner | None = None,
@@ -353,11 +354,11 @@ class NativeDraft:
         linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
         known = conditioner is None or (len(linears) == 4 and conditioner.rank % native.BLOCK == 0)
         known = known and width % native.BLOCK == 0
-        plain = options.tree != "product" and not options.shortlist and head.bias is None
+        plain = settings.kind != "product" and not settings.shortlist and head.bias is None
         fits = known and plain and width <= native.MAX_EMBEDDING_WIDTH and target.config.logit_softcap is None
         if not fits:
             return None
-        return NativeDraft(target, head, options, linears, depth=depth, predictor=predictor, certainty=certainty)
+        return NativeDraft(target, head, settings, linears, depth=depth, predictor=predictor, certainty=certainty)
 
     def __call__(
         self,

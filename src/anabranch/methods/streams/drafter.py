@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Drafter, Observation, Row, Taps, Traits, tally
+from anabranch.drafting.grow import product_size
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import COPIED, PRIOR
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.methods.streams.trailing import Trailed, trailing
@@ -47,14 +48,7 @@ class StreamState:
 class StreamDrafter(Drafter):
     """Drafts from speculative streams (ACL section 2.2).
 
-    options    the shape of the tree
-    prune      number of nodes that the early-exit pruning layer keeps; 0: no pruning. A pruned tree is not the one that
-               was sampled, so only *matching* is exact
-    placement  "ride": stream rows of every tree node are part of the target's pass (the paper); "trail": those of the
-               accepted node follow the pass; "auto": trail on a CPU, where rows cost time, or if the adapter conditions
-               its streams on the emitted token; otherwise ride, which should be nearly free at batch 1 on a GPU (not
-               yet run on one)
-    adaptive   whether the number of drafted nodes follows the load, up to ``options.nodes``
+    settings   of the trees and of their streams; ``prune`` and ``placement`` among them
     name       of the method
     native     runs streams that trail, where the native kernels do
     """
@@ -65,13 +59,12 @@ class StreamDrafter(Drafter):
         self,
         target: Decoder,
         adapter: StreamModule,
-        options: DraftOptions | None = None,
+        settings: StreamSettings | None = None,
         *,
-        prune: int = 0,
-        placement: str = "auto",
-        adaptive: bool = False,
         name: str = "streams",
     ) -> None:
+        settings = settings or StreamSettings()
+        prune, placement = settings.prune, settings.placement
         if placement not in ("auto", "ride", "trail"):
             raise InputError(f"placement must be auto, ride or trail, got {placement!r}")
         if not isinstance(prune, int) or prune < 0 or prune == 1:
@@ -92,9 +85,9 @@ class StreamDrafter(Drafter):
                     "the target's main rows attend to these streams, so they ride; use placement=ride"
                 )
             placement = "ride"
-        self.target, self.adapter, self.prune, self.adaptive, self.name = target, adapter, prune, adaptive, name
-        self.tree = StreamDraft(target, adapter, options)
-        self._trees = {self.tree.options.nodes: self.tree}
+        self.target, self.adapter, self.prune, self.name = target, adapter, prune, name
+        self.adaptive, self.tree = settings.adaptive, StreamDraft(target, adapter, settings)
+        self._trees = {settings.size: self.tree}
         if self.tree.native is not None and self.tree.native.copies:
             self.traits = Traits(repeats="greedy")
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
@@ -118,8 +111,8 @@ class StreamDrafter(Drafter):
         parts = (target.blocks[adapter.start :], adapter.layers, *adapter.terms)
         read = read_bytes(parts) + self.tree.head.read
         self._call = Call("partial", len(adapter.layers), len(target.blocks), read)
-        o, depth = self.tree.options, self.tree.depth
-        self.max_nodes = o.nodes if o.tree == "best" else sum(o.children**d for d in range(depth + 1))
+        best = settings.kind == "best"
+        self.max_nodes = settings.size if best else product_size(settings.widths, self.tree.depth)
 
     @property
     def margin(self) -> int:
@@ -137,9 +130,9 @@ class StreamDrafter(Drafter):
 
     def _streams_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
-        if self.tree.options.tree != "best":
+        if self.tree.settings.kind != "best":
             return self.tree.depth
-        return self.tree.options.streams(self.tree.depth, max(2, budget))
+        return self.tree.settings.streams(self.tree.depth, max(2, budget))
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """*Rejection* needs sampled trees, verified without changes."""
@@ -149,7 +142,7 @@ class StreamDrafter(Drafter):
                 raise CapabilityError(
                     "pruning removes sampled nodes, so rule='rejection' is not exact; use rule='match' or prune=0"
                 )
-            if self.tree.options.tree == "best":
+            if self.tree.settings.kind == "best":
                 raise CapabilityError(
                     "best-first trees hold the most probable nodes, not sampled ones, so rule='rejection' is not "
                     "exact; use rule='match', or tree=product or tree=chain"
@@ -166,11 +159,11 @@ class StreamDrafter(Drafter):
 
     def _sized(self, budget: int) -> StreamDraft:
         """The builder of best-first trees of ``budget`` nodes; all sizes share packed weights."""
-        options = self.tree.options
-        if options.tree != "best" or budget >= options.nodes:
+        settings = self.tree.settings
+        if settings.kind != "best" or budget >= settings.size:
             return self.tree
         if budget not in self._trees:
-            self._trees[budget] = StreamDraft(self.target, self.adapter, replace(options, nodes=budget))
+            self._trees[budget] = StreamDraft(self.target, self.adapter, replace(settings, nodes=budget))
         return self._trees[budget]
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
@@ -209,7 +202,7 @@ class StreamDrafter(Drafter):
             return [DraftTree.root(root) for root in roots]
         draft = self._sized(budget)
         while draft.depth > min(map(len, states)):  # states were prepared for a smaller tree
-            budget = min(budget, draft.options.nodes) - 1
+            budget = min(budget, draft.settings.size) - 1
             draft = self._sized(budget)
         drawn = [DrawNoise.of(row, draft.depth, ahead=len(more)) for row, more in zip(rows, ahead, strict=True)]
         return draft.build(states, roots, [self._words(row) for row in rows], drawn, ahead)

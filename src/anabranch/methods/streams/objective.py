@@ -25,7 +25,7 @@ from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
 from anabranch.learning.target import TargetStates, frozen_target
 from anabranch.methods.streams.adapter import StreamModule
-from anabranch.methods.streams.draft import DraftOptions, StreamDraft
+from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.prune import early_exit_logits
 from anabranch.methods.streams.recipes import LossOptions
 from anabranch.methods.streams.rider import trail
@@ -261,11 +261,11 @@ class StreamObjective:
 
         The length is also given for a chain, and for the tree without conditioning if the adapter has conditioning.
         """
-        settings = {"tree": DraftOptions(), "chain": DraftOptions(tree="chain")}
-        settings |= {f"{n} nodes": DraftOptions(nodes=n) for n in nodes}
+        settings = {"tree": StreamSettings(), "chain": StreamSettings(tree="chain")}
+        settings |= {f"{n} nodes": StreamSettings(nodes=n) for n in nodes}
         if self.adapter.conditioner is not None:
-            settings["tree without conditioning"] = DraftOptions(condition=False)
-        drafts = {name: StreamDraft(self.target, self.adapter, options) for name, options in settings.items()}
+            settings["tree without conditioning"] = StreamSettings(condition=False)
+        drafts = {name: StreamDraft(self.target, self.adapter, each) for name, each in settings.items()}
         try:
             self.adapter.round(self.target, self.options.rounding)
             totals, accuracy = replay_all(self, drafts, examples)
