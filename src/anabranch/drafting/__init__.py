@@ -1,1 +1,1 @@
-"""What all methods share: the interface of drafters, tree growth, draft heads, probabilities, settings."""
+"""Parts that all methods share: the interface of drafters, tree growth, draft heads, probabilities, settings."""

@@ -99,7 +99,7 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         return trees
 
     def _expand(self, nodes: Sequence[Node]) -> list[Any]:
-        """What follows some nodes; None for those of rows that wait for a pass while others need none."""
+        """Children of some nodes; None for those of rows that wait for a pass while others need none."""
         of_text: dict[_Text, list[int]] = {}
         for node in nodes:
             text: _Text = node.growth.key
@@ -139,7 +139,7 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
 
     @abstractmethod
     def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], answer: Tensor) -> None:
-        """Write down what follows the nodes that were asked about, from the reader's answer in the same order.
+        """Record the children of the nodes of a pass, from the reader's answer in the same order.
 
         ``known`` gets the best next tokens and their log probabilities as ``grow.Child``, or where the rule is
         *rejection* the distribution that they are sampled from, () where it is not finite.

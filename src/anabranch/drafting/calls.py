@@ -33,5 +33,5 @@ class Call(NamedTuple):
         return self.kind, self.layers, self.of
 
     def shared(self, rows: int) -> Call:
-        """The same for each of so many rows."""
+        """Each row's share of a pass over this many rows."""
         return self if rows == 1 else self._replace(read=self.read / rows)

@@ -7,17 +7,17 @@ probable token would not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from anabranch.drafting.drafter import Row
 from anabranch.sampling import gumbels, position_keys
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "drawn"]
 
 TRUST = 0.85  # scales the scores, since q is not p: their softmax is the probability of each draw
 UNKNOWN = 0.5772  # mean of the noise, for the tokens that are not evaluated one by one
@@ -36,10 +36,18 @@ class Draws:
 
         log_probs  [n] of the drafter's distribution q; the remaining probability belongs to all other tokens
         """
-        q_n = np.array(log_probs, np.float64)
-        noise_n = gumbels(self.keys_D[depth : depth + 1], torch.tensor(list(tokens)))[0].double().numpy()
-        left = max(1.0 - float(np.exp(q_n).sum()), 1e-9)
-        scores = TRUST * np.append(q_n / self.temperature + noise_n, math.log(left) / self.temperature + UNKNOWN)
-        top = scores.max()
-        beliefs: NDArray[np.float64] = scores[:-1] - top - math.log(np.exp(scores - top).sum())
-        return np.minimum(beliefs, 0.0)
+        q_1n, keys = torch.tensor([log_probs], dtype=torch.float64), self.keys_D[depth : depth + 1]
+        drawn_n: NDArray[np.float64] = drawn(q_1n, torch.tensor([tokens]), keys, self.temperature)[0].numpy()
+        return drawn_n
+
+
+def drawn(q_nk: Tensor, tokens_nk: Tensor, keys_n: NDArray[np.uint64], temperature: float = 1.0) -> Tensor:
+    """Log probabilities [n, k] that the target draws each of k tokens after n nodes.
+
+    q_nk    log probabilities of the tokens in the drafter's distributions
+    keys_n  of the positions of the draws
+    """
+    noise_nk = torch.cat([gumbels(keys_n[i : i + 1], tokens) for i, tokens in enumerate(tokens_nk)])
+    left_n1 = (1.0 - q_nk.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log() / temperature + UNKNOWN
+    scores = torch.cat((q_nk / temperature + noise_nk.to(q_nk.dtype), left_n1), dim=-1)
+    return (TRUST * scores).log_softmax(-1)[:, :-1]

@@ -69,7 +69,7 @@ def grow_tensors(
 
 
 def _parents(levels: list[Level], width: int, budget: int) -> int:
-    """How many of the last level's nodes, best first, may have children among the ``budget`` best nodes, in any row.
+    """Number of the last level's nodes, best first, that may have children among the ``budget`` best nodes of any row.
 
     A child is no more probable than its parent, so a parent below the budget's least probable node has none.
     """

@@ -25,9 +25,9 @@ class Published(Mapping[str, Tensor]):
         self._used: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
-        found = self._tensors[name]
+        tensor = self._tensors[name]
         self._used.add(name)
-        return found
+        return tensor
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors  # that of Mapping would count the tensor as used
@@ -47,18 +47,18 @@ class Published(Mapping[str, Tensor]):
         """The tensor of a name. Raises AdapterError if it is missing or has another shape."""
         if name not in self:
             raise AdapterError(f"{self.source} has no {name}; its copy is incomplete")
-        found = self[name]
-        if tuple(found.shape) != shape:
+        tensor = self[name]
+        if tuple(tensor.shape) != shape:
             raise AdapterError(
-                f"{self.source} has {name} with the shape {tuple(found.shape)}, and this target asks for {shape}; give "
+                f"{self.source} has {name} of shape {tuple(tensor.shape)}, and this target asks for {shape}; give "
                 "the target that it was trained for"
             )
-        return found
+        return tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the weights of a method's module are named in published files.
+    """A naming scheme of a method's weights in published files.
 
     name  as its authors call it
     fits  (names of tensors) -> whether they are of this layout

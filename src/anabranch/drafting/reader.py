@@ -1,4 +1,4 @@
-"""What a drafter's own model reads: its KV cache for the rows of a batch, and the continuations that it is asked about.
+"""Passes of a drafter's own model: its KV cache for the rows of a batch, and the continuations that it scores.
 
     text   a b c d        d is the root: not in the cache yet
     asked  d +-- e        the first pass reads what the cache lacks of the text, d at least; later passes read the nodes
@@ -240,7 +240,7 @@ class Reader(ABC):
         return found
 
     def ask(self, wanted: Mapping[Row, Sequence[int]]) -> Tensor:
-        """What the model computes after some nodes of each row's continuations [n, ...], row by row, in one pass."""
+        """Output of the model after some nodes of each row's continuations [n, ...], row by row, in one pass."""
         self._close()
         assert self.cache is not None
         tokens: list[int] = []

@@ -34,7 +34,7 @@ class StatePredictions(Objective[F], Protocol[F]):
     target: Decoder
 
     def vocabularies(self, batch: Batch) -> Sequence[Vocabulary]:
-        """What each predictor [J] scores: its draft vocabulary, with the batch's own tokens where rows add theirs."""
+        """Vocabulary of each predictor [J], with the batch's own tokens where rows add theirs."""
 
     def states(self, frozen: F, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """The states [B, P, S, D] that drafts after some positions are built from."""

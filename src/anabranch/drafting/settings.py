@@ -40,7 +40,7 @@ class Settings:
     def parse(cls: type[S], text: str, method: str) -> S:
         """Parse ``name=value,name=value``. Raises InputError that names the wrong setting."""
         known = cls._names()
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for item in filter(None, (item.strip() for item in cls._items(text))):
             key, equals, value = item.partition("=")
             if key not in known or not equals:
@@ -50,10 +50,10 @@ class Settings:
                     "name=value"
                 )
             key, value = cls.alias(key, value)
-            if key in found:
+            if key in values:
                 raise InputError(f"the drafter {method!r} has the setting {key!r} twice; give it once")
-            found[key] = cls._read(key, value, method)
-        return cls(**found)
+            values[key] = cls._read(key, value, method)
+        return cls(**values)
 
     @classmethod
     def _names(cls) -> list[str]:

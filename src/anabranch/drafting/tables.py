@@ -143,7 +143,7 @@ class ArrayWriter:
 
 
 def default_folder(command: str, fingerprint: str) -> Path:
-    """Where tables built without ``--out`` are stored, by command and tokenizer."""
+    """Default folder of tables, by command and tokenizer."""
     return cache_home() / "tables" / command / fingerprint[:16]
 
 

@@ -71,10 +71,10 @@ class TrainedModule(Trainable):
         if self._shared[0] is not target.head:
             self._shared = (target.head, {})
         kept = self._shared[1]
-        found = kept.get(kind.__name__)
-        if not isinstance(found, kind):
-            found = kept[kind.__name__] = make()
-        return found
+        made = kept.get(kind.__name__)
+        if not isinstance(made, kind):
+            made = kept[kind.__name__] = make()
+        return made
 
 
 class Learn(Protocol):

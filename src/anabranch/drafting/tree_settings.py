@@ -99,7 +99,7 @@ class TreeSettings(Settings):
 
     @property
     def budget(self) -> int | None:
-        """The same, None for other trees."""
+        """The node budget; None for trees without one."""
         return self.size if self.tree in self.budgeted else None
 
     @property
@@ -116,7 +116,7 @@ class TreeSettings(Settings):
         return math.log(threshold) if threshold else -math.inf
 
     def depth_for(self, known: int, unit: str) -> int:
-        """How many of a module's ``known`` heads or streams (``unit``) trees use. Raises InputError for too many."""
+        """Number of a module's ``known`` heads or streams (``unit``) that trees use. Raises InputError for too many."""
         depth: int = getattr(self, "depth", 0)
         if depth > known:
             raise InputError(f"depth is {depth}, but the adapter has only {known} {unit}; lower depth")

@@ -63,7 +63,7 @@ class Pool:
             del known[next(iter(known))]
 
     def after(self, first: int) -> list[tuple[int, ...]]:
-        """What followed ``first`` in the n-grams that begin with it, the newest first."""
+        """Continuations of ``first`` in the n-grams that begin with it, the newest first."""
         return list(reversed(self._by_first.get(first, {})))
 
 
@@ -117,7 +117,7 @@ class Window:
 
 @dataclass
 class _Ahead:
-    """What is kept for a row.
+    """State of a row.
 
     read         its tokens whose n-grams are in the pool
     guessed      the guesses of its last draft, and where they begin in the text

@@ -36,7 +36,7 @@ WEIGHT = 4.0
 
 
 class Index:
-    """Where each n-gram of a text last ended, where before that, and how often a match of each length went on."""
+    """Index of the n-grams of a text by their ends, with the acceptance of matches by length."""
 
     def __init__(self, ngram: int) -> None:
         self.ngram = ngram
@@ -47,7 +47,7 @@ class Index:
         self.all = [WEIGHT] * len(PRIOR)
 
     def match(self, text: Sequence[int], at: int) -> tuple[int, int] | None:
-        """Where the longest match of what stands before ``at`` ends, and how long it is, up to the longest counted."""
+        """End and length (capped) of the longest match of the tokens before ``at``."""
         return next(self.matches(text, at), None)
 
     def matches(self, text: Sequence[int], at: int) -> Iterator[tuple[int, int]]:
@@ -62,7 +62,7 @@ class Index:
                 end = self.before[n][end]
 
     def _length(self, text: Sequence[int], at: int, end: int, known: int) -> int:
-        """How many tokens before ``end`` and ``at`` agree, up to the most that are counted; ``known`` of them do."""
+        """Number of equal tokens before ``end`` and ``at`` (capped); at least ``known``."""
         most = min(len(PRIOR), end)
         if known == self.ngram:
             while known < most and text[end - known - 1] == text[at - known - 1]:

@@ -68,7 +68,7 @@ class Place:
 
 
 class Occurrences:
-    """Where the n-grams of some texts occurred, with bounded memory: the oldest texts go first.
+    """Index of the n-grams of some texts, with bounded memory: the oldest texts go first.
 
     For each order n, a table has the newest place after an n-gram with a given hash, and each place has the one before
     it: chains that are walked from the newest place on, as in a compressor of the LZ77 family. A place is compared
@@ -147,7 +147,7 @@ class Occurrences:
 
 
 def _agreement(tokens: Sequence[int], end: int, context: Sequence[int]) -> int:
-    """How many of the last tokens of ``context`` stand before ``end`` too, up to ``CONTEXT``."""
+    """Number of tokens at the end of ``context`` that also precede ``end``, up to ``CONTEXT``."""
     most = min(CONTEXT, end, len(context))
     length = 0
     while length < most and tokens[end - 1 - length] == context[-1 - length]:
@@ -157,7 +157,7 @@ def _agreement(tokens: Sequence[int], end: int, context: Sequence[int]) -> int:
 
 @dataclass
 class _Seen:
-    """What is kept for a row.
+    """State of a row.
 
     own          its text; ``key`` in there, and ``shared`` the key of its output in the shared texts
     taken        its tokens that were taken in

@@ -1,4 +1,4 @@
-"""What a draft model learns: the target's next-token distribution on its own completions (Leviathan et al. 2023, 3.6).
+"""Objective of a draft model: the target's next-token distribution on its own completions (Leviathan et al. 2023, 3.6).
 
 The acceptance rate of a draft is one minus the distance of the two distributions, so the draft model learns the
 target's distribution and not the text alone.
@@ -37,7 +37,7 @@ DEPTH = 5
 
 
 class DraftObjective:
-    """How a draft model learns from its frozen target; an ``Objective``.
+    """Training objective of a draft model with a frozen target; an ``Objective``.
 
     frozen  runs the passes without gradients: a packed copy of the target where that is faster
     """

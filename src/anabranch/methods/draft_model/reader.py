@@ -1,4 +1,4 @@
-"""What a draft model reads: texts and continuations as token ids."""
+"""Passes of a draft model over texts and continuations."""
 
 from __future__ import annotations
 

@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.drafting.autoregressive import AutoregressiveDrafter
 from anabranch.drafting.drafter import Observation, Row, Taps
+from anabranch.drafting.draws import drawn
 from anabranch.drafting.grow import Form
-from anabranch.drafting.head import TRUST, RowVocabulary
+from anabranch.drafting.head import RowVocabulary
 from anabranch.drafting.reader import Continuations
 from anabranch.drafting.tree_settings import TreeSettings
 from anabranch.errors import InputError
@@ -28,12 +27,11 @@ from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.reader import FeatureReader
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
-from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs
+from anabranch.sampling import SamplingParams, position_keys, process_logits, target_probs
 
 __all__ = ["EagleDrafter", "EagleSettings"]
 
 SHORTLIST = 64  # a node's best tokens, to which the noise is added where the target draws its tokens with it
-UNKNOWN = 0.5772  # mean of the noise, for all other tokens together
 # EAGLE-1's tree (``mc_sim_7b_63`` of the published code): the number of children by path of ranks
 STATIC_TREE: dict[tuple[int, ...], int] = {
     (): 4,
@@ -114,7 +112,7 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
 
     # -- rows ------------------------------------------------------------------------------------------
     def recalls(self, tokens: Sequence[int]) -> int:
-        """What the head's cache holds of an earlier text that begins like this one."""
+        """Number of leading tokens that the head's cache holds from an earlier text."""
         return self.reader.known(tokens)[0]
 
     @torch.inference_mode()
@@ -200,14 +198,15 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         tokens = ids_W[places]
         if not params.greedy:
             keys = position_keys(params.seed, [len(row.tokens) + known.depths[node] for node in nodes])
-            log_probs, tokens = _with_noise(log_probs, tokens, keys, self._children)
+            best = drawn(log_probs, tokens, keys).topk(min(self._children, tokens.shape[1]), dim=-1)
+            log_probs, tokens = best.values, tokens.gather(1, best.indices)
         for node, *pairs in zip(nodes, tokens.tolist(), log_probs.tolist(), strict=True):
             known.known[node] = [(token, p, None) for token, p in zip(*pairs, strict=True) if math.isfinite(p)]
 
     def _history(
         self, row: Row, known: Continuations, nodes: Sequence[int]
     ) -> tuple[SamplingParams, list[list[int]] | None]:
-        """How scores become a distribution, but for the user's own functions, and the texts up to each node."""
+        """Sampling parameters without the user's own functions, and the text up to each node if they need it."""
         params = replace(row.sampling, processors=())
         return params, [[*row.tokens, *known.path(node)] for node in nodes] if params.needs_history else None
 
@@ -216,17 +215,3 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         whole_nV = z_nW.new_full((len(z_nW), self.target.config.vocab_size), -math.inf)
         whole_nV[:, ids_W] = z_nW
         return whole_nV
-
-
-def _with_noise(
-    log_probs_nk: Tensor, tokens_nk: Tensor, keys_n: NDArray[np.uint64], count: int
-) -> tuple[Tensor, Tensor]:
-    """The ``count`` tokens that the target will most probably draw, and the log probabilities that it does.
-
-    It draws the largest of its scores plus this noise; all other tokens together count as one with the mean noise.
-    """
-    noise_nk = torch.cat([gumbels(keys_n[i : i + 1], tokens) for i, tokens in enumerate(tokens_nk)])
-    left_n1 = (1.0 - log_probs_nk.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log() + UNKNOWN
-    beliefs_nk = (TRUST * torch.cat((log_probs_nk + noise_nk, left_n1), dim=-1)).log_softmax(-1)[:, :-1]
-    best = beliefs_nk.topk(min(count, beliefs_nk.shape[1]), dim=-1)
-    return best.values, tokens_nk.gather(1, best.indices)

@@ -82,7 +82,7 @@ class EagleLayer:
 
 
 class NativeEagleLayer(EagleLayer):
-    """The same on the native kernels. Drafts need not be exact, so weights are int8 unless the target is float32."""
+    """Passes on the native kernels. Drafts need not be exact, so weights are int8 unless the target is float32."""
 
     def __init__(self, target: Decoder, module: EagleModule) -> None:
         super().__init__(target, module)

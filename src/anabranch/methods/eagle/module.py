@@ -91,7 +91,7 @@ class EagleModule(TrainedModule):
         return torch.cat((embedding_norm(embeddings), feature_norm(features)), dim=-1)
 
     def states(self, features: Tensor) -> Tensor:
-        """What the target's output head reads, from the head's features [..., D]."""
+        """Input of the target's output head, from the head's features [..., D]."""
         return features if self.norm is None else self.norm(features)
 
     def unroll(

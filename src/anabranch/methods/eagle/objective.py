@@ -1,4 +1,4 @@
-"""What EAGLE's head learns: the target's features and its next-token distribution, on the target's own completions.
+"""Objective of EAGLE's head: the target's features and its next-token distribution, on the target's own completions.
 
     loss = feature * SmoothL1(predicted feature, the target's) + token * CE(scores, the target's distribution and token)
 
@@ -49,7 +49,7 @@ class Frozen:
 
 
 class EagleObjective:
-    """How a head learns from its frozen target; an ``Objective``.
+    """Training objective of a head with a frozen target; an ``Objective``.
 
     frozen  runs the passes without gradients: a packed copy of the target where that is faster
     """

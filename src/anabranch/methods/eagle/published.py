@@ -30,34 +30,34 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
     return "fc.weight" in names and any(name.startswith("layers.0.") for name in names)
 
 
-def _read(found: Published, target: Decoder) -> tuple[EagleConfig, dict[str, Tensor]]:
-    _check_config(found, target)
+def _read(file: Published, target: Decoder) -> tuple[EagleConfig, dict[str, Tensor]]:
+    _check_config(file, target)
     width = target.config.hidden_size
-    norm, bias = "layers.0.input_layernorm.weight" in found, "fc.bias" in found
+    norm, bias = "layers.0.input_layernorm.weight" in file, "fc.bias" in file
     config = EagleConfig(embedding_norm=False, input_norm=norm, bias=bias)
-    weights = {"fc.weight": found.take("fc.weight", width, 2 * width)}
+    weights = {"fc.weight": file.take("fc.weight", width, 2 * width)}
     if config.bias:
-        weights["fc.bias"] = found.take("fc.bias", width)
+        weights["fc.bias"] = file.take("fc.bias", width)
     with torch.device("meta"):
         block = EagleModule(target.config, config).block
     one = replace(target.config, num_layers=1, sliding_layers=None)
     try:
         for name, parameter in block.named_parameters():
-            weights[f"block.{name}"] = assemble(one, found, f"blocks.0.{name}", parameter.shape)
+            weights[f"block.{name}"] = assemble(one, file, f"blocks.0.{name}", parameter.shape)
     except ModelError as error:
-        raise AdapterError(f"{found.source} has no layer like this target's ({error})") from error
-    if EMBEDDING in found:
-        stored = found.take(EMBEDDING, target.config.vocab_size, width)
+        raise AdapterError(f"{file.source} has no layer like this target's ({error})") from error
+    if EMBEDDING in file:
+        stored = file.take(EMBEDDING, target.config.vocab_size, width)
         own = target.embedding.weight.to("cpu", torch.float32)
         if not torch.allclose(stored.float(), own, rtol=0.02, atol=1e-3):
             raise AdapterError(
-                f"{found.source} was trained with other embeddings than this target's; give the target that it was "
+                f"{file.source} was trained with other embeddings than this target's; give the target that it was "
                 "trained for"
             )
     return config, weights
 
 
-def _check_config(found: Published, target: Decoder) -> None:
+def _check_config(file: Published, target: Decoder) -> None:
     """Raise AdapterError where the head's config.json describes another layer than the target's."""
     model = target.config
     ours = {
@@ -66,20 +66,20 @@ def _check_config(found: Published, target: Decoder) -> None:
         "rope_theta": model.rope.theta,
         "rms_norm_eps": model.norm_eps,
     }
-    if found.config.get("num_hidden_layers", 1) != 1:
-        raise AdapterError(f"{found.source} has {found.config['num_hidden_layers']} layers; only heads of one are read")
+    if file.config.get("num_hidden_layers", 1) != 1:
+        raise AdapterError(f"{file.source} has {file.config['num_hidden_layers']} layers; only heads of one are read")
     for name, value in ours.items():
-        theirs = found.config.get(name)
+        theirs = file.config.get(name)
         if theirs is not None and theirs != value:
             raise AdapterError(
-                f"{found.source} has {name} {theirs} in its config.json, and this target has {value}; give the target "
+                f"{file.source} has {name} {theirs} in its config.json, and this target has {value}; give the target "
                 "that it was trained for"
             )
 
 
-def _refuse(found: Published, target: Decoder) -> tuple[EagleConfig, dict[str, Tensor]]:
+def _refuse(file: Published, target: Decoder) -> tuple[EagleConfig, dict[str, Tensor]]:
     raise AdapterError(
-        f"{found.source} is an EAGLE-3 head, whose layer has another form than this library's; train one with several "
+        f"{file.source} is an EAGLE-3 head, whose layer has another form than this library's; train one with several "
         "feature taps, see 'anabranch train eagle --help'"
     )
 

@@ -1,4 +1,4 @@
-"""What EAGLE's head reads: each token of a text but the first, together with the feature of the token before it.
+"""Passes of EAGLE's head over each token of a text but the first, with the feature of the token before it.
 
     text      a b c d      d is the root; the target has computed the features of a, b and c
     position  (b, fa) (c, fb) (d, fc)      its last output predicts fd, whose scores are those of d's children

@@ -133,7 +133,7 @@ class HeadDrafter(Drafter):
         return found
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Keep what the heads read of each row's accepted node; not computed if nothing will be drafted."""
+        """Keep the heads' input at each row's accepted node; not computed if nothing will be drafted."""
         for row in rows:
             self._of(row).states_SD = None
         going = [i for i, live in enumerate(seen.live) if live]
@@ -148,7 +148,7 @@ class HeadDrafter(Drafter):
             self._of(rows[i]).states_SD = states_SD
 
     def _read_by_heads(self, rows: Sequence[Row], last_BD: Tensor) -> Tensor:
-        """What the heads read for the next draft [B, D]; ``last_BD`` are the target's states of the accepted nodes."""
+        """Input of the heads for the next draft [B, D]; ``last_BD`` are the target's states of the accepted nodes."""
         return last_BD
 
     def _fresh(self) -> HeadState:

@@ -113,7 +113,7 @@ class DraftHeads(TrainedModule):
         return x
 
     def prefix(self, target: Decoder, hidden_BTD: Tensor) -> Tensor:
-        """What the heads read instead of the target's states of whole texts [B, T, D]; here, these."""
+        """Input of the heads for whole texts [B, T, D], from the target's states; here, these."""
         return hidden_BTD
 
     @abstractmethod
@@ -130,7 +130,7 @@ class DraftHeads(TrainedModule):
                 block.pack(target.head)
 
     def vocabularies(self, target: Decoder, *tokens: Tensor) -> list[Vocabulary]:
-        """What each head scores; one that shares the target's head scores the given tokens besides its vocabulary."""
+        """Vocabulary of each head; one that shares the target's head adds the given tokens."""
         if self.weights is None:
             return [Vocabulary.of(target, self.vocabulary, *tokens)] * self.config.num_heads
         ids = self.vocabulary.to(target.device)

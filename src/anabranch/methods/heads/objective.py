@@ -1,4 +1,4 @@
-"""What draft heads learn: the tokens after the next one, ``sum_k decay^(k-1) * CE(head k)`` on completions.
+"""Objective of draft heads: predict the tokens after the next one, ``sum_k decay^(k-1) * CE(head k)`` on completions.
 
 The target is frozen: one pass over a batch gives the states that all heads read and, for distillation (Hydra++), those
 of the distributions that they are to imitate.
@@ -64,7 +64,7 @@ class _FromTarget:
 
 
 class HeadObjective:
-    """How draft heads learn from their frozen target; an ``Objective``.
+    """Training objective of draft heads with a frozen target; an ``Objective``.
 
     draft    (target, module, shape) -> builds the trees of a shape, for evaluation
     segment  number of positions whose predictions are in memory at a time; a module whose heads read more than the
@@ -194,11 +194,11 @@ class HeadObjective:
 
     # -- evaluation by replay ----------------------------------------------------------------------------
     def vocabularies(self, batch: Batch) -> list[Vocabulary]:
-        """What each head scores; heads that share the target's also score the batch's own tokens."""
+        """Vocabulary of each head; heads that share the target's add the batch's own tokens."""
         return self.module.vocabularies(self.target, batch.scored_BT)
 
     def states(self, frozen: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
-        """What the heads read at some positions [B, P, 1, D]."""
+        """Input of the heads at some positions [B, P, 1, D]."""
         states_BTD = self.module.prefix(self.target, frozen)
         return states_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, frozen.shape[2]))[:, :, None]
 

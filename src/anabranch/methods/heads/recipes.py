@@ -1,4 +1,4 @@
-"""What trainings of draft heads share: the shape, the weights of the loss, and the values that users can override."""
+"""Shape, loss weights and options that trainings of draft heads share."""
 
 from __future__ import annotations
 

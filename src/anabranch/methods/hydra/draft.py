@@ -38,7 +38,7 @@ class HydraDraft(HeadDraft):
         self.call = Call("heads", read=read_bytes([module.blocks]) + scored)
 
     def states(self, hidden_BD: Tensor) -> Tensor:
-        """What the heads read [B, 1, D]."""
+        """Input of the heads [B, 1, D]."""
         return hidden_BD[:, None]
 
     @torch.inference_mode()
@@ -52,7 +52,7 @@ class HydraDraft(HeadDraft):
         budget: int | None = None,
         depths: Sequence[int] | None = None,
     ) -> list[DraftTree]:
-        """One tree per row from what the heads read [B, 1, D]; see ``HeadDraft``."""
+        """One tree per row from the heads' input [B, 1, D]; see ``HeadDraft``."""
         budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
         depth = self.depth_of(budget if depths is None else min(budget, 1 + max(depths)))
         drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)

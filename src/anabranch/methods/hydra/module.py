@@ -71,7 +71,7 @@ class HydraModule(DraftHeads):
         return self.normed(self.layer(hidden_BTD, cos, sin, attend))
 
     def normed(self, x: Tensor) -> Tensor:
-        """What the heads read, from the output of the prefix layer [..., D]."""
+        """Input of the heads, from the output of the prefix layer [..., D]."""
         return x if self.norm is None else self.norm(x)
 
     def states(self, k: int, state_BFD: Tensor, path_BFC: Tensor) -> Tensor:

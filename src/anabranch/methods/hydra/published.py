@@ -31,12 +31,12 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
     return any(re.fullmatch(r"hydra_mlp\.0\.\d+\.linear\.weight", name) for name in names)
 
 
-def _read(found: Published, target: Decoder) -> tuple[HydraConfig, dict[str, Tensor]]:
-    if found.config.get("hidden_state_offset"):
-        raise AdapterError(f"{found.source} reads states before the target's last layer, which is not supported")
-    heads = len(numbers(found, found, r"hydra_mlp\.(\d+)\.\d+\.linear\.weight"))
-    blocks = _blocks(found)
-    prefix = any(name.startswith(PREFIX) for name in found)
+def _read(file: Published, target: Decoder) -> tuple[HydraConfig, dict[str, Tensor]]:
+    if file.config.get("hidden_state_offset"):
+        raise AdapterError(f"{file.source} reads states before the target's last layer, which is not supported")
+    heads = len(numbers(file, file, r"hydra_mlp\.(\d+)\.\d+\.linear\.weight"))
+    blocks = _blocks(file)
+    prefix = any(name.startswith(PREFIX) for name in file)
     config = HydraConfig(
         num_heads=heads, num_layers=len(blocks), head="own", embeddings="raw", prefix=prefix, published=True
     )
@@ -46,35 +46,35 @@ def _read(found: Published, target: Decoder) -> tuple[HydraConfig, dict[str, Ten
         for place, number in enumerate(blocks):
             name, ours = f"hydra_mlp.{head}.{number}", f"blocks.{head}.{place}"
             inputs = width if place else (head + 2) * width
-            weights[f"{ours}.weight"] = found.take(f"{name}.linear.weight", width, inputs)
-            weights[f"{ours}.bias"] = found.take(f"{name}.linear.bias", width)
+            weights[f"{ours}.weight"] = file.take(f"{name}.linear.weight", width, inputs)
+            weights[f"{ours}.bias"] = file.take(f"{name}.linear.bias", width)
             if not place:
-                weights[f"{ours}.residual"] = found.take(f"{name}.res_connection.weight", width, inputs)
-                weights[f"{ours}.residual_bias"] = found.take(f"{name}.res_connection.bias", width)
-        output = f"hydra_lm_head.{head}.1" if f"hydra_lm_head.{head}.1.weight" in found else f"hydra_lm_head.{head}"
-        weights[f"weights.{head}"] = found.take(f"{output}.weight", words, width)
-        weights[f"biases.{head}"] = found.take(f"{output}.bias", words)
+                weights[f"{ours}.residual"] = file.take(f"{name}.res_connection.weight", width, inputs)
+                weights[f"{ours}.residual_bias"] = file.take(f"{name}.res_connection.bias", width)
+        output = f"hydra_lm_head.{head}.1" if f"hydra_lm_head.{head}.1.weight" in file else f"hydra_lm_head.{head}"
+        weights[f"weights.{head}"] = file.take(f"{output}.weight", words, width)
+        weights[f"biases.{head}"] = file.take(f"{output}.bias", words)
     if prefix:
-        weights |= _prefix(found, target, config)
+        weights |= _prefix(file, target, config)
     return config, weights
 
 
-def _blocks(found: Published) -> list[int]:
+def _blocks(file: Published) -> list[int]:
     """The numbers of each head's blocks: 0, 1, ..., or 1, 3, ... with dropout layers in between."""
-    matches = (re.fullmatch(r"hydra_mlp\.0\.(\d+)\.linear\.weight", name) for name in found)
+    matches = (re.fullmatch(r"hydra_mlp\.0\.(\d+)\.linear\.weight", name) for name in file)
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
-def _prefix(found: Published, target: Decoder, config: HydraConfig) -> dict[str, Tensor]:
+def _prefix(file: Published, target: Decoder, config: HydraConfig) -> dict[str, Tensor]:
     """The weights of the prefix layer, which is wired as the target's layers, and of the norm after it."""
     width, words = target.config.hidden_size, target.config.vocab_size
     embedding, layer = f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0."
-    if embedding in found:
-        found.take(embedding, words, width)  # of no use: the layer reads states
+    if embedding in file:
+        file.take(embedding, words, width)  # of no use: the layer reads states
     with torch.device("meta"):
         block = HydraModule(target.config, config).layer
     assert block is not None
-    tensors = {name.removeprefix(PREFIX): found[name] for name in found if name.startswith(layer)}
+    tensors = {name.removeprefix(PREFIX): file[name] for name in file if name.startswith(layer)}
     one = replace(target.config, num_layers=1, sliding_layers=None)
     try:
         weights = {
@@ -82,8 +82,8 @@ def _prefix(found: Published, target: Decoder, config: HydraConfig) -> dict[str,
             for name, parameter in block.named_parameters()
         }
     except ModelError as error:
-        raise AdapterError(f"{found.source} has no prefix layer like this target's ({error})") from error
-    return weights | {"norm.weight": found.take(f"{PREFIX}norm.weight", width)}
+        raise AdapterError(f"{file.source} has no prefix layer like this target's ({error})") from error
+    return weights | {"norm.weight": file.take(f"{PREFIX}norm.weight", width)}
 
 
 LAYOUTS = (Layout("Hydra", _fits, _read),)

@@ -27,13 +27,13 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
     return any(re.fullmatch(rf"(?:{re.escape(PREFIX)})?0\.0\.linear\.weight", name) for name in names)
 
 
-def _read(found: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
+def _read(file: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in file) else ""
     start = re.escape(prefix)
-    heads = numbers(found, found, rf"{start}(\d+)\.\d+\.linear\.weight")
-    blocks = numbers(found, found, rf"{start}0\.(\d+)\.linear\.weight")
+    heads = numbers(file, file, rf"{start}(\d+)\.\d+\.linear\.weight")
+    blocks = numbers(file, file, rf"{start}0\.(\d+)\.linear\.weight")
     return _weights(
-        *(found, target, len(heads), len(blocks)),
+        *(file, target, len(heads), len(blocks)),
         block=f"{prefix}{{head}}.{{block}}.linear",
         output=f"{prefix}{{head}}.{len(blocks)}.weight",
     )
@@ -43,18 +43,18 @@ def _fits_vllm(names: Mapping[str, Tensor]) -> bool:
     return "blocks.0.layers.0.weight" in names and "lm_heads.0.weight" in names
 
 
-def _read_vllm(found: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
-    heads = numbers(found, found, r"blocks\.(\d+)\.layers\.\d+\.weight")
-    blocks = numbers(found, found, r"blocks\.0\.layers\.(\d+)\.weight")
+def _read_vllm(file: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
+    heads = numbers(file, file, r"blocks\.(\d+)\.layers\.\d+\.weight")
+    blocks = numbers(file, file, r"blocks\.0\.layers\.(\d+)\.weight")
     return _weights(
-        *(found, target, len(heads), len(blocks)),
+        *(file, target, len(heads), len(blocks)),
         block="blocks.{head}.layers.{block}",
         output="lm_heads.{head}.weight",
     )
 
 
 def _weights(
-    found: Published, target: Decoder, heads: int, blocks: int, *, block: str, output: str
+    file: Published, target: Decoder, heads: int, blocks: int, *, block: str, output: str
 ) -> tuple[MedusaConfig, dict[str, Tensor]]:
     """The module's weights from names with the numbers of ``head`` and ``block`` in them."""
     width, vocabulary = target.config.hidden_size, target.config.vocab_size
@@ -63,9 +63,9 @@ def _weights(
     for head in range(heads):
         for number in range(blocks):
             name = block.format(head=head, block=number)
-            weights[f"blocks.{head}.{number}.weight"] = found.take(f"{name}.weight", width, width)
-            weights[f"blocks.{head}.{number}.bias"] = found.take(f"{name}.bias", width)
-        weights[f"weights.{head}"] = found.take(output.format(head=head), vocabulary, width)
+            weights[f"blocks.{head}.{number}.weight"] = file.take(f"{name}.weight", width, width)
+            weights[f"blocks.{head}.{number}.bias"] = file.take(f"{name}.bias", width)
+        weights[f"weights.{head}"] = file.take(output.format(head=head), vocabulary, width)
     return config, weights
 
 

@@ -196,7 +196,7 @@ def _merge(runs: Sequence[Path], out: Path, block: int) -> int:
 
 # --- Katz -----------------------------------------------------------------------------------------------------------
 def _counts_of_counts(counts: Counts, block: int) -> list[int]:
-    """How many n-grams occur 1, 2, ... KATZ + 1 times."""
+    """Numbers of n-grams that occur 1, 2, ... KATZ + 1 times."""
     found = np.zeros(KATZ + 2, np.int64)
     for first in range(0, len(counts), block):
         found += np.bincount(np.minimum(counts[first : first + block], KATZ + 2), minlength=KATZ + 3)[: KATZ + 2]

@@ -122,7 +122,7 @@ class NGramModel:
         return self._level(2, places, v)
 
     def _seen3(self, u: int, v: int, count: int = 0) -> tuple[NDArray[np.int64], NDArray[np.float64], float] | None:
-        """The same after u v."""
+        """Best words after u v."""
         if u < 0 or v < 0:
             return None
         first, last = self._range2(u)

@@ -1,4 +1,4 @@
-"""What ``anabranch train`` says of a table of n-grams; none of it imports torch."""
+"""Options of ``anabranch train ngram``, without torch."""
 
 from __future__ import annotations
 

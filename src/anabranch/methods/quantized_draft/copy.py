@@ -74,7 +74,7 @@ class QuantizedCopy:
 
     @staticmethod
     def fits(target: Decoder) -> bool:
-        """Whether the native kernels run bf16 weights; of others a copy in 4 bits would read no less."""
+        """Whether the native kernels run bf16 weights; a 4-bit copy of other weights would read no fewer bytes."""
         stack = stack_of(target.backend)
         return stack is not None and stack.kind == "bfloat16" and target.rider is None
 

@@ -70,7 +70,7 @@ class Datastore:
         return (low, *found) if low else (0, 0, 0)
 
     def following(self, low: int, high: int, skip: int, depth: int, most: int) -> list[list[int]]:
-        """What follows the first ``skip`` tokens of the suffixes of a range, up to ``depth`` tokens each.
+        """Continuations of up to ``depth`` tokens after the first ``skip`` tokens of the suffixes of a range.
 
         At most ``most`` of them, evenly spread over the range. They end with their document.
         """

@@ -1,4 +1,4 @@
-"""What ``anabranch train`` says of a datastore; none of it imports torch."""
+"""Options of ``anabranch train datastore``, without torch."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class SpaceSettings(StreamTrees):
 
     @property
     def of_streams(self) -> StreamSettings:
-        """The same for the drafter of streams."""
+        """These settings for the drafter of streams."""
         return StreamSettings(**vars(self))
 
 

@@ -52,7 +52,7 @@ class MaskModule(StreamModule):
             nn.init.normal_(self.embeddings)
 
     def side(self, index: int, main: int) -> RowSide:
-        """Nothing of their own: masks run through the target's layers, in training through the tuned ones."""
+        """No terms of their own: masks run through the target's layers, in training through the tuned ones."""
         if self.tuning is None:
             return super().side(index, main)
         assert main == 0, "training computes masks by themselves"

@@ -54,7 +54,7 @@ class StreamLayer(nn.Module):
         self._rounded: dict[str, Tensor] = {}
 
     def delta(self, name: str) -> LowRank | None:
-        """What is added to one of the layer's own products: qkv, out, up or down."""
+        """The term added to one of the layer's products: qkv, out, up or down."""
         found: LowRank | None = getattr(self, name)
         return found
 
@@ -278,7 +278,7 @@ class StreamModule(TrainedModule):
         return layer
 
     def side(self, index: int, main: int) -> RowSide:
-        """What the rows from ``main`` on add to the products of the target's layer ``index``."""
+        """The terms that rows from ``main`` on add to the products of the target's layer ``index``."""
         return StreamSide(self.layer(index), main)
 
     def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a training of streams begins with: the scale of the target's states, or another adapter's weights."""
+"""Initial weights of a training of streams: the scale of the target's states, or another adapter's weights."""
 
 from __future__ import annotations
 

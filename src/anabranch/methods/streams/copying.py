@@ -1,4 +1,4 @@
-"""What streams copy: the continuation of the longest earlier match is mixed into the distribution of a node's children.
+"""Copying: the continuation of the longest earlier match is mixed into the distribution of a node's children.
 
 Texts repeat themselves: names, phrases of the question, lines of code. Streams learn some of that, and prompt lookup
 (``methods.prompt_lookup``) knows nothing else, so a union of their trees counts the same evidence twice. Here a node's

@@ -128,7 +128,7 @@ class StreamDraft:
 
     @cached_property
     def native(self) -> NativeDraft | None:
-        """The same with the native kernels, if they support it; created on first use, since training needs none."""
+        """The builder on the native kernels, if they support it; created on first use, since training needs none."""
         return NativeDraft.of(
             *(self.target, self.head, self.settings),
             depth=self.depth,
@@ -284,7 +284,7 @@ class _Siblings:
     values: NDArray[np.float64]
 
     def random(self, size: int, /) -> NDArray[np.float64]:
-        """Those of the next node."""
+        """The numbers of the next node."""
         numbers, self.values = self.values[0], self.values[1:]
         assert len(numbers) == size, "all nodes of a level have as many children"
         return np.asarray(numbers)

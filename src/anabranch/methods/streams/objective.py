@@ -124,7 +124,7 @@ class StreamObjective:
         return Vocabulary.of(self.target, self.adapter.vocabulary, batch.scored_BT)
 
     def vocabularies(self, batch: Batch) -> list[Vocabulary]:
-        """The same for all streams."""
+        """Vocabulary of all streams."""
         return [self.vocabulary(batch)] * self.predictors
 
     def freeze(self, batch: Batch) -> Frozen:
