@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anabranch.drafting.drafter import Row
-from anabranch.drafting.draws import TRUST, Draws
+from anabranch.drafting.draws import CONFIDENCE, Draws
 from anabranch.sampling import SamplingParams, gumbels, position_keys, target_tokens
 
 WORDS = 23
@@ -34,4 +34,4 @@ def test_what_is_not_looked_at_keeps_its_share() -> None:
     assert all_of_it.sum() == pytest.approx(1.0, abs=1e-3)
     noise = gumbels(position_keys(4, [2]), torch.tensor([5, 6]))[0].numpy()
     odds = np.log([0.3, 0.7]) + noise
-    assert np.log(all_of_it[1] / all_of_it[0]) == pytest.approx(TRUST * (odds[1] - odds[0]), rel=1e-5)
+    assert np.log(all_of_it[1] / all_of_it[0]) == pytest.approx(CONFIDENCE * (odds[1] - odds[0]), rel=1e-5)

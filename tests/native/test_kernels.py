@@ -735,7 +735,7 @@ def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype, ra
 
 
 def mixture(
-    levels: list[dict[int, float]], text: list[int], nodes: int, trust: float
+    levels: list[dict[int, float]], text: list[int], nodes: int, copy_weight: float
 ) -> dict[tuple[int, ...], tuple[float, bool]]:
     """The most probable paths after ``text``, their probabilities and whether they are copied, from the formula in
     ``copying`` and each stream's distribution, which no condition changes.
@@ -747,13 +747,13 @@ def mixture(
         above, _ = found[path] = waiting.pop(path)
         length, shares = continuations(text, path)
         if len(path) < len(levels):
-            weight = trust * MIXED[length - 1] if length else 0.0
+            weight = copy_weight * MIXED[length - 1] if length else 0.0
             for token in {**levels[len(path)], **shares}:
                 own, copied = (1 - weight) * levels[len(path)].get(token, 0.0), weight * shares.get(token, 0.0)
                 waiting[(*path, token)] = above * (own + copied), copied > own
         else:
             for token, share in shares.items():
-                waiting[(*path, token)] = above * trust * ALONE[length - 1] * share, True
+                waiting[(*path, token)] = above * copy_weight * ALONE[length - 1] * share, True
     return found
 
 
@@ -771,19 +771,19 @@ def test_trees_that_copy_are_those_of_the_formula(form: str, seed: int) -> None:
         StreamDraft(model, adapter, StreamSettings(nodes=nodes, frontier=64, copy=yes)) for yes in (False, True)
     )
     row = copying.row().extend(text)
-    row.trust = (1.0, 0.5)[seed % 2]
+    row.copy_weight = (1.0, 0.5)[seed % 2]
     best, log_probs = plain.head.best_tokens(states[None], plain.options.children, [row], levels=slice(0, 3))
     levels = [
         dict(zip(ids, np.exp(logs).tolist(), strict=True))
         for ids, logs in zip(best[0].tolist(), log_probs[0].tolist(), strict=True)
     ]
     (tree,) = copying.build([states], [whole[-1]], [row], ahead=[ahead])
-    wanted = mixture(levels, whole, nodes, row.trust)
+    wanted = mixture(levels, whole, nodes, row.copy_weight)
     assert tree.size == nodes
     np.testing.assert_allclose(
         sorted(np.exp(tree.log_probs)), sorted(p for p, _ in wanted.values()), rtol=2e-3, atol=1e-6
     )
-    assert row.trust < 1 or "copy" in tree.sources
+    assert row.copy_weight < 1 or "copy" in tree.sources
     assert ("copy" in tree.sources) == any(copied for _, copied in wanted.values())
     for node in range(1, tree.size):
         path = tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:])

@@ -104,21 +104,21 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         for node in nodes:
             text: _Text = node.growth.key
             if node.parent is not None and node.state is None:
-                node.state = text.asked.child(node.parent.state, node.token)
+                node.state = text.continuations.child(node.parent.state, node.token)
                 if node.growth.form.chain:
-                    text.asked.chain.append(node.state)
+                    text.continuations.chain.append(node.state)
             of_text.setdefault(text, []).append(node.state)
-        ready = {text for text, places in of_text.items() if all(place in text.asked.known for place in places)}
+        ready = {text for text, places in of_text.items() if all(place in text.continuations.known for place in places)}
         if not ready:
             wanted: list[tuple[_Text, list[int]]] = []
             for text, places in of_text.items():
-                new = list(dict.fromkeys(place for place in places if place not in text.asked.known))
+                new = list(dict.fromkeys(place for place in places if place not in text.continuations.known))
                 # what follows the deepest nodes is of no use
-                wanted.append((text, new + self._guesses(text.row, text.asked, new, text.depth - 1)))
+                wanted.append((text, new + self._guesses(text.row, text.continuations, new, text.depth - 1)))
             answer = self.reader.ask({text.row: places for text, places in wanted})
-            self._tell([(text.row, text.asked, places) for text, places in wanted], answer)
+            self._tell([(text.row, text.continuations, places) for text, places in wanted], answer)
             ready = set(of_text)
-        return [node.growth.key.asked.known[node.state] if node.growth.key in ready else None for node in nodes]
+        return [node.growth.key.continuations.known[node.state] if node.growth.key in ready else None for node in nodes]
 
     def _able(self, row: Row) -> bool:
         """Whether the model can draft for a row now."""
@@ -151,5 +151,5 @@ class _Text:
     """A row whose tree grows, and how deep that may be."""
 
     row: Row
-    asked: Continuations
+    continuations: Continuations
     depth: int

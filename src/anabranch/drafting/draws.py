@@ -17,9 +17,11 @@ from torch import Tensor
 from anabranch.drafting.drafter import Row
 from anabranch.sampling import gumbels, position_keys
 
-__all__ = ["Draws", "drawn"]
+__all__ = ["CONFIDENCE", "Draws", "drawn"]
 
-TRUST = 0.85  # scales the scores, since q is not p: their softmax is the probability of each draw
+# Scales (scores + noise), since q is not p: their softmax is the probability of each draw. Measured with the default
+# model's streams at temperature 1 (docs/log.md).
+CONFIDENCE = 0.85
 UNKNOWN = 0.5772  # mean of the noise, for the tokens that are not evaluated one by one
 COLDEST = 0.01  # lower temperatures are treated as this one
 
@@ -50,4 +52,4 @@ def drawn(q_nk: Tensor, tokens_nk: Tensor, keys_n: NDArray[np.uint64], temperatu
     noise_nk = torch.cat([gumbels(keys_n[i : i + 1], tokens) for i, tokens in enumerate(tokens_nk)])
     left_n1 = (1.0 - q_nk.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log() / temperature + UNKNOWN
     scores = torch.cat((q_nk / temperature + noise_nk.to(q_nk.dtype), left_n1), dim=-1)
-    return (TRUST * scores).log_softmax(-1)[:, :-1]
+    return (CONFIDENCE * scores).log_softmax(-1)[:, :-1]

@@ -95,13 +95,13 @@ class Node:
     ranks   its path of ranks among siblings
     """
 
-    __slots__ = ("asked", "depth", "growth", "joint", "number", "parent", "rank", "state", "token")
+    __slots__ = ("depth", "expanded", "growth", "joint", "number", "parent", "rank", "state", "token")
 
     def __init__(
         self, growth: Growth, token: int, parent: Node | None, rank: int, joint: float, number: int, state: Any
     ) -> None:
         self.growth, self.token, self.parent, self.rank = growth, token, parent, rank
-        self.joint, self.number, self.state, self.asked = joint, number, state, False
+        self.joint, self.number, self.state, self.expanded = joint, number, state, False
         self.depth: int = 0 if parent is None else parent.depth + 1
 
     @property
@@ -145,7 +145,7 @@ class Growth:
         found: list[Node] = []
         for place in range(self._first, min(len(ranked), form.nodes - 1)):  # the last of the best nodes has no child
             node = ranked[place][2]
-            if node.asked or not form.width(node):
+            if node.expanded or not form.width(node):
                 self._first += place == self._first
             elif not form.by_level or node.depth == self._rounds - 1:
                 found.append(node)
@@ -155,7 +155,7 @@ class Growth:
 
     def add(self, node: Node, answer: Sequence[Child] | Tensor) -> None:
         """Take the children of a node, best first, or the distribution [V] that they are drawn from."""
-        node.asked = True
+        node.expanded = True
         if self.form.noise is not None:
             if isinstance(answer, Tensor):
                 self._draw(node, answer, self.form.noise)

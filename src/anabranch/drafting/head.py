@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.drafting.drafter import Row
+from anabranch.drafting.draws import CONFIDENCE
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like
@@ -32,11 +33,8 @@ from anabranch.model.reads import read_bytes
 from anabranch.sampling import MIN_TEMPERATURE, gumbels_of, halves, position_keys
 from anabranch.support.memory import give_back
 
-__all__ = ["TRUST", "DraftHead", "DrawNoise", "Drawn", "RowVocabulary", "Words"]
+__all__ = ["DraftHead", "DrawNoise", "Drawn", "RowVocabulary", "Words"]
 
-# Confidence in a drafter's sampled tokens: (scores + noise) times this are the logits of its acceptance probability.
-# Measured with the default model's streams at temperature 1 (docs/log.md).
-TRUST = 0.85
 SCORES: Literal["int8"] = "int8"  # quantisation of the draft head, finer than that of other weights of drafts
 OWN = 64  # in CUDA graphs the rows' own tokens are padded to a multiple of this, for few distinct shapes
 
@@ -55,7 +53,7 @@ class Drawn(NamedTuple):
         levels  the levels of the F states, or one for all of them
         """
         noise_BFV = gumbels_of(self.low_BD[:, levels, None], self.high_BD[:, levels, None], ids_BV[:, None])
-        noisy = (scores_BFV / self.temperatures_B[:, None, None] + noise_BFV) * TRUST
+        noisy = (scores_BFV / self.temperatures_B[:, None, None] + noise_BFV) * CONFIDENCE
         return torch.where(self.sampled_B[:, None, None], noisy, scores_BFV)
 
 
@@ -207,12 +205,12 @@ class RowVocabulary:
     head_XD  their rows of the head; ``bias_X`` their part of its bias
     head     states [..., D] -> scores [..., X], packed if the target's head is and X > 0; otherwise None
     text     the whole text so far
-    trust    in what is copied from it (``streams.copying``): what its weights are multiplied by
+    copy_weight  factor of the weights of what is copied from it (``streams.copying``)
     """
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
-        self.text, self.trust = array("q"), 1.0
+        self.text, self.copy_weight = array("q"), 1.0
         self._known: set[int] = set()
         self._selected = SelectedOutputs.of(head.target.head)
         self.ids = head.vocabulary[:0]

@@ -1,7 +1,7 @@
 """Passes of a drafter's own model: its KV cache for the rows of a batch, and the continuations that it scores.
 
     text   a b c d        d is the root: not in the cache yet
-    asked  d +-- e        the first pass reads what the cache lacks of the text, d at least; later passes read the nodes
+    trie   d +-- e        the first pass reads what the cache lacks of the text, d at least; later passes read the nodes
              +-- f -- g   that are asked about, together with their ancestors
 
 Nodes are read again in each pass that asks about their descendants, and dropped after it, since only the text is
@@ -84,14 +84,14 @@ class Continuations:
 class Place:
     """A row's place in the cache.
 
-    asked   continuations that the target has not judged yet, of a text of ``length`` tokens
+    continuations  those that the target has not judged yet, of a text of ``length`` tokens
     base    tokens of the text in the last pass, not committed yet
     read    nodes in the last pass, behind these tokens
     held    nodes of a chain that are in the cache
     """
 
     slot: int
-    asked: Continuations | None = None
+    continuations: Continuations | None = None
     length: int = 0
     base: int = 0
     read: list[int] = field(default_factory=list)
@@ -235,8 +235,8 @@ class Reader(ABC):
         found = []
         for row in rows:
             place = self._places[row]
-            place.asked, place.length = Continuations(row.root), len(row.tokens)
-            found.append(place.asked)
+            place.continuations, place.length = Continuations(row.root), len(row.tokens)
+            found.append(place.continuations)
         return found
 
     def ask(self, wanted: Mapping[Row, Sequence[int]]) -> Tensor:
@@ -266,24 +266,24 @@ class Reader(ABC):
     def _feed(self, row: Row, place: Any, wanted: Sequence[int], tokens: list[int], parents: list[int]) -> None:
         """Append a row's nodes of a pass: what the cache lacks of its text, then nodes with their ancestors."""
         assert self.cache is not None
-        assert place.asked is not None
+        assert place.continuations is not None
         base, held = row.tokens[self.cache.lengths[place.slot] + self.skipped : place.length], set(place.held)
-        place.base, place.read = len(base), [node for node in place.asked.above(wanted) if node not in held]
+        place.base, place.read = len(base), [node for node in place.continuations.above(wanted) if node not in held]
         tokens += base
         parents += range(-1, len(base) - 1)
         at = {0: len(base) - 1} | dict.fromkeys(held, -1)
         for i, node in enumerate(place.read):
             at[node] = len(base) + i
-            above = place.asked.parents[node]
+            above = place.continuations.parents[node]
             assert above not in held or above == place.held[-1], "a chain goes on at its end"
-            tokens.append(place.asked.tokens[node])
+            tokens.append(place.continuations.tokens[node])
             parents.append(at[above])
 
     def _close(self) -> None:
         """Between two passes of a draft: commit the text and chains, drop the nodes of trees."""
         if self._open:
-            asked = [self._places[row].asked for row in self._rows]
-            self._commit([[] if each is None else each.chain for each in asked])
+            tries = [self._places[row].continuations for row in self._rows]
+            self._commit([[] if each is None else each.chain for each in tries])
 
     def settle(self) -> None:
         """After the target's verdict, or before any other pass: commit what became text, forget the rest."""
@@ -291,17 +291,17 @@ class Reader(ABC):
         if judged:
             self._commit([self._accepted(row) for row in self._rows])
         for place in self._places.values():
-            if place.asked is not None and self.cache is not None:
+            if place.continuations is not None and self.cache is not None:
                 kept = place.length - self.skipped + (len(place.held) if judged else 0)
                 self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], kept))
-            place.asked, place.base, place.read, place.held = None, 0, [], []
+            place.continuations, place.base, place.read, place.held = None, 0, [], []
 
     def _accepted(self, row: Row) -> list[int]:
         """The nodes that the text went on with, without its new last token: that is the next root."""
         place, found, node = self._places[row], [], 0
-        if place.asked is not None:
+        if place.continuations is not None:
             for token in row.tokens[place.length : -1]:
-                child = place.asked.look(node, token)
+                child = place.continuations.look(node, token)
                 if child is None:
                     break
                 found.append(node := child)

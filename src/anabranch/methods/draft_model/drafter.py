@@ -15,8 +15,8 @@ from torch import Tensor
 
 from anabranch.drafting.autoregressive import AutoregressiveDrafter
 from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.draws import CONFIDENCE
 from anabranch.drafting.grow import product_size
-from anabranch.drafting.head import TRUST
 from anabranch.drafting.reader import Continuations
 from anabranch.drafting.tree_settings import MOST_NODES, TreeSettings
 from anabranch.errors import CapabilityError, InputError
@@ -167,7 +167,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
             if not params.greedy:
                 # the target will draw the largest of its scores plus this noise
                 keys = position_keys(params.seed, [len(row.tokens) + known.depths[node] for node in nodes])
-                z_nW = TRUST * (z_nW + gumbels(keys, torch.arange(self._words, device=z_nW.device)))
+                z_nW = CONFIDENCE * (z_nW + gumbels(keys, torch.arange(self._words, device=z_nW.device)))
             matching.append((known, nodes, z_nW))
         if matching:
             self._rank(matching)

@@ -141,8 +141,8 @@ class FeatureReader(Reader):
             if count and place.base:
                 parts += place.waiting
             if count and place.read:
-                assert place.asked is not None
-                parts.append(torch.stack([place.own[place.asked.parents[node]] for node in place.read]))
+                assert place.continuations is not None
+                parts.append(torch.stack([place.own[place.continuations.parents[node]] for node in place.read]))
         slots = slice(0, len(self._rows))
         found_MD = self.layer.run(inputs, torch.cat(parts), self.cache, slots)
         return found_MD[torch.tensor([inputs.starts_B[slot] + place for slot, place in at], device=found_MD.device)]

@@ -20,8 +20,8 @@ from anabranch.tree import DraftTree
 __all__ = ["RestDrafter"]
 
 LEVELS = 3  # matches of different lengths whose continuations are merged
-LEFT = 0.05  # trust that is left below which no shorter match is looked up
-DOUBT = 2.0  # a match of k tokens that occurs once is trusted to k / (k + DOUBT)
+LEFT = 0.05  # confidence left below which no shorter match is looked up
+DOUBT = 2.0  # a match of k tokens that occurs once has the confidence k / (k + DOUBT)
 
 Continuations = Sequence[tuple[float, list[int]]]  # weights and tokens
 State = tuple[Continuations, int]  # what follows a node, and how many tokens up to there match
@@ -83,16 +83,16 @@ class RestDrafter(Drafter):
                 break
             texts = [t for t in self.store.following(low, high, here, depth, self.matches) if t]
             if texts:
-                trust = left * _trust(len(texts), len({text[0] for text in texts}), here)
-                found += [(trust / len(texts), text) for text in texts]
-                left -= trust
+                confidence = left * _confidence(len(texts), len({text[0] for text in texts}), here)
+                found += [(confidence / len(texts), text) for text in texts]
+                left -= confidence
             here = (here + 1) // 2 if here > 1 else 0
             low, high = self.store.find(context[len(context) - here :]) if here else (0, 0)
         return found, length
 
 
-def _trust(count: int, distinct: int, matched: int) -> float:
-    """The share of trust that ``count`` continuations earn together, given ``distinct`` next tokens among them."""
+def _confidence(count: int, distinct: int, matched: int) -> float:
+    """The share of confidence that ``count`` continuations earn together, given ``distinct`` next tokens among them."""
     return count / (count + DOUBT * distinct / matched)
 
 
@@ -112,7 +112,7 @@ def _children(state: State, first: int, draws: Draws | None) -> list[Child]:
     scale = 1.0
     if matched > first:
         total = sum(weight for weight, _ in continuations)
-        scale = _trust(len(continuations), len(rest), matched) / total
+        scale = _confidence(len(continuations), len(rest), matched) / total
     found = {token: math.log(min(1.0, weight * scale)) for token, weight in weights.items()}
     if draws is not None and found:
         found = dict(zip(found, draws(matched - first, list(found), list(found.values())).tolist(), strict=True))

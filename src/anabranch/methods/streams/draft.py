@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.drafting.draws import CONFIDENCE
 from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
 from anabranch.drafting.grow_tensors import Level, grow_tensors, trees_of
-from anabranch.drafting.head import TRUST, DraftHead, Drawn, DrawNoise, RowVocabulary, Words
+from anabranch.drafting.head import DraftHead, Drawn, DrawNoise, RowVocabulary, Words
 from anabranch.drafting.tree_settings import TreeSettings
 from anabranch.errors import InputError
 from anabranch.methods.streams.adapter import StreamModule
@@ -40,7 +41,7 @@ __all__ = ["NativeDraft", "StreamDraft", "StreamSettings", "StreamTrees"]
 # Number of blocks of 32 draft tokens for which the kernels compute conditioned scores: those with a stream's best
 # tokens without conditioning; at least four times the nodes of a tree (docs/log.md).
 BLOCKS = 64
-TRUSTS = 16  # the trust in what is copied is rounded to multiples of 1 / TRUSTS
+COPY_STEPS = 16  # the weight of copied tokens is rounded to multiples of 1 / COPY_STEPS
 
 
 @dataclass(frozen=True)
@@ -305,11 +306,11 @@ class NativeDraft:
         certainty: float | None,
     ) -> None:
         assert isinstance(head.scores, NativeLinear), "the kernels have these scores"
-        self._greedy, self._sampled = (1.0, TRUST) if certainty is None else (certainty, certainty)
+        self._greedy, self._sampled = (1.0, CONFIDENCE) if certainty is None else (certainty, certainty)
         chain = settings.kind == "chain"
         self._kernels = StreamKernels(head.scores.kernels)
         self._sources = ("target", *(f"{predictor} {d}" for d in range(1, depth + 1)), COPIED)
-        self.copies, self._trust = settings.copy and settings.kind == "best", TRUSTS
+        self.copies, self._copy_weight = settings.copy and settings.kind == "best", COPY_STEPS
         vocabulary = head.vocabulary
         self._kept = (linears, head, vocabulary, target.embedding)
         self._config = DraftConfig(
@@ -345,7 +346,7 @@ class NativeDraft:
         depth      states that a tree is built from
         predictor  what one of them is called in sources
         certainty  what scores (of sampled rows with their noise) are multiplied by to give the logits of acceptance
-                   probabilities; None: ``TRUST`` for sampled rows, 1 for others
+                   probabilities; None: ``CONFIDENCE`` for sampled rows, 1 for others
         """
         width = target.config.hidden_size
         if not isinstance(head.scores, NativeLinear):
@@ -395,14 +396,14 @@ class NativeDraft:
         text = None
         if self.copies and row is not None and noise is None:
             text = row.text + array("q", ahead) if ahead else row.text
-            self._weigh(round(TRUSTS * row.trust))
+            self._weigh(round(COPY_STEPS * row.copy_weight))
         self._config.text, self._config.text_length = (None, 0) if text is None else text.buffer_info()
         return self._kernels.draft(self._config, states_SD, root)
 
-    def _weigh(self, trust: int) -> None:
-        """Multiply the weights of what is copied by ``trust`` / ``TRUSTS``; most drafts have the last one's."""
-        if trust != self._trust:
-            self._trust = trust
+    def _weigh(self, weight: int) -> None:
+        """Multiply the weights of what is copied by ``weight`` / ``COPY_STEPS``; most drafts have the last one's."""
+        if weight != self._copy_weight:
+            self._copy_weight = weight
             self._config.mixed, self._config.alone = (
-                tuple([trust / TRUSTS * weight for weight in table]) for table in (MIXED, ALONE)
+                tuple([weight / COPY_STEPS * each for each in table]) for table in (MIXED, ALONE)
             )
