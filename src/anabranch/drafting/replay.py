@@ -7,22 +7,24 @@ B rows of the batch, P positions from the last prompt token on, S states a posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from anabranch.drafting.drafter import Drafter, Row
 from anabranch.drafting.head import RowVocabulary
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, hits
 from anabranch.learning.objective import Objective
 from anabranch.learning.replay import Accuracy, Replay, walk
 from anabranch.model.decoder import Decoder
+from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 
-__all__ = ["Builder", "StatePredictions", "replay", "replay_all"]
+__all__ = ["Builder", "StatePredictions", "replay", "replay_all", "replay_drafter"]
 
 F = TypeVar("F")
 TOP = 8  # accuracy counts a token among that many best, too
@@ -136,3 +138,29 @@ def replay_all(
             _walk(totals[name], recorded, draft)
         _score(accuracy, recorded, objective)
     return totals, accuracy
+
+
+def replay_drafter(
+    total: Replay,
+    group: Sequence[Example],
+    drafter: Drafter,
+    depth: int,
+    advance: Callable[[Row, int, int], None] = lambda row, number, position: None,
+) -> None:
+    """Replay some completions with a drafter that reads the texts itself, greedily.
+
+    depth    maximum depth of its trees
+    advance  called before each draft with a row, its number, and the position of its last accepted token
+    """
+    texts = [[*example.prompt_ids, *example.answer_ids] for example in group]
+    rows = [Row(text, len(text), SamplingParams(), max_depth=depth) for text in texts]
+    for row in rows:
+        drafter.join(row)
+
+    def propose(active: Sequence[int], at: Sequence[int]) -> list[DraftTree]:
+        for b, position in zip(active, at, strict=True):
+            rows[b].tokens = texts[b][: position + 2]
+            advance(rows[b], b, position)
+        return drafter.draft([rows[b] for b in active], drafter.max_nodes)
+
+    walk(total, group, propose)

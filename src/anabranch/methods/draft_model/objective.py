@@ -15,18 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.drafting.drafter import Row
+from anabranch.drafting.replay import replay_drafter
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.learning.replay import Accuracy, Replay, evaluation
 from anabranch.learning.target import run_frozen
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.module import DraftModule
 from anabranch.methods.draft_model.recipes import LossOptions
 from anabranch.model.decoder import Decoder
-from anabranch.sampling import SamplingParams
-from anabranch.tree import DraftTree
 
 __all__ = ["DraftObjective", "LossOptions"]
 
@@ -101,21 +99,10 @@ class DraftObjective:
             for first in range(0, len(order), ROWS):
                 group = order[first : first + ROWS]
                 for name, each in settings.items():
-                    self._replay(totals[name], group, each)
+                    drafter = DraftModelDrafter(self.target, self.module.model, each)
+                    replay_drafter(totals[name], group, drafter, DEPTH)
                 self._score(accuracy, Batch.of(group))
         return evaluation(totals, accuracy, DEPTH)
-
-    def _replay(self, total: Replay, group: Sequence[Example], settings: DraftModelSettings) -> None:
-        drafter = DraftModelDrafter(self.target, self.module.model, settings)
-        texts = [[*example.prompt_ids, *example.answer_ids] for example in group]
-        rows = [Row(text, len(text), SamplingParams(), max_depth=DEPTH) for text in texts]
-
-        def propose(active: Sequence[int], at: Sequence[int]) -> list[DraftTree]:
-            for b, position in zip(active, at, strict=True):
-                rows[b].tokens = texts[b][: position + 2]
-            return drafter.draft([rows[b] for b in active], drafter.max_nodes)
-
-        walk(total, group, propose)
 
     @torch.no_grad()
     def _score(self, accuracy: Accuracy, batch: Batch) -> None:

@@ -19,18 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.drafting.drafter import Row
+from anabranch.drafting.replay import replay_drafter
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.replay import Accuracy, Replay, evaluation, walk
+from anabranch.learning.replay import Accuracy, Replay, evaluation
 from anabranch.learning.target import run_frozen
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.layer import new_layer
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.recipes import LossOptions
 from anabranch.model.decoder import Decoder
-from anabranch.sampling import SamplingParams
-from anabranch.tree import DraftTree
 
 __all__ = ["EagleObjective", "Frozen", "LossOptions"]
 
@@ -163,21 +162,14 @@ class EagleObjective:
 
     @staticmethod
     def _replay(total: Replay, group: Sequence[Example], frozen: Frozen, drafter: EagleDrafter) -> None:
-        texts = [[*example.prompt_ids, *example.answer_ids] for example in group]
-        rows = [Row(text, len(text), SamplingParams(), max_depth=DEPTH) for text in texts]
         features = drafter.layer.features(frozen.hidden_BTD, list(frozen.taps))
-        fed = [0] * len(rows)
-        for row in rows:
-            drafter.join(row)
+        fed = [0] * len(group)
 
-        def propose(active: Sequence[int], at: Sequence[int]) -> list[DraftTree]:
-            for b, position in zip(active, at, strict=True):
-                rows[b].tokens = texts[b][: position + 2]
-                drafter.reader.feed(rows[b], features[b, fed[b] : position + 1])
-                fed[b] = position + 1
-            return drafter.draft([rows[b] for b in active], drafter.max_nodes)
+        def feed(row: Row, number: int, position: int) -> None:
+            drafter.reader.feed(row, features[number, fed[number] : position + 1])
+            fed[number] = position + 1
 
-        walk(total, group, propose)
+        replay_drafter(total, group, drafter, DEPTH, feed)
 
     def _score(self, accuracy: Accuracy, batch: Batch, frozen: Frozen) -> None:
         words, tokens_BT = self.vocabulary(batch), batch.tokens_BT.to(self.target.device)
