@@ -38,7 +38,7 @@ class Draws:
 
         log_probs  [n] of the drafter's distribution q; the remaining probability belongs to all other tokens
         """
-        q_1n, keys = torch.tensor([log_probs], dtype=torch.float64), self.keys_D[depth : depth + 1]
+        q_1n, keys = torch.from_numpy(np.array([log_probs], np.float64)), self.keys_D[depth : depth + 1]
         drawn_n: NDArray[np.float64] = drawn(q_1n, torch.tensor([tokens]), keys, self.temperature)[0].numpy()
         return drawn_n
 

@@ -50,8 +50,8 @@ class Published(Mapping[str, Tensor]):
         tensor = self[name]
         if tuple(tensor.shape) != shape:
             raise AdapterError(
-                f"{self.source} has {name} of shape {tuple(tensor.shape)}, and this target asks for {shape}; give "
-                "the target that it was trained for"
+                f"{self.source} has {name} with the shape {tuple(tensor.shape)}, and this target asks for {shape}; "
+                "give the target that it was trained for"
             )
         return tensor
 
