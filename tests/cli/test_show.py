@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from anabranch.cli import show
+from anabranch.cli.screen import screen
 from anabranch.errors import PerformanceWarning
 
 
@@ -78,11 +80,27 @@ def test_a_warning_is_printed_above_the_waiting_line(
     terminal: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal()
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, file=sys.stderr))
+    monkeypatch.setattr(warnings, "showwarning", show.show_warning)
     with warnings.catch_warnings(), show.Wait("loading"):
         warnings.simplefilter("always")
         warnings.warn("slow", PerformanceWarning, stacklevel=1)
-        assert capsys.readouterr().err == "loading\r\x1b[Kslow\nloading"
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
+    assert shown == "loading\r\x1b[Kwarning: slow\nloading"
+
+
+def test_a_warning_is_printed_above_live_lines(
+    terminal: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal()
+    monkeypatch.setattr(warnings, "showwarning", show.show_warning)
+    with warnings.catch_warnings(), screen() as shown:
+        warnings.simplefilter("always")
+        shown.show("step 1", "two", plain="")
+        warnings.warn("slow", PerformanceWarning, stacklevel=1)
+        note = "a" * 30
+        show.note(note)
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).split("\n")]
+    assert lines.index("warning: slow") < lines.index(note) < len(lines) - 1 - lines[::-1].index("two")
 
 
 def test_a_dumb_terminal_gets_one_line(terminal: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:

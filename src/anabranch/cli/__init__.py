@@ -20,9 +20,9 @@ from anabranch.cli.generate import generate
 from anabranch.cli.help import HELP, Verb
 from anabranch.cli.models import info, pull
 from anabranch.cli.options import UsageError
-from anabranch.cli.show import Notices
+from anabranch.cli.show import Notices, labelled, show_warning
 from anabranch.cli.tune import tune
-from anabranch.errors import AnabranchError, AnabranchWarning
+from anabranch.errors import AnabranchError
 from anabranch.support.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
 
 __all__ = ["app", "main"]
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
-    warnings.showwarning = _show_warning  # type: ignore[assignment]
+    warnings.showwarning = show_warning  # type: ignore[assignment]
     as_json = "--json" in (sys.argv[1:] if arguments is None else arguments)
     with sigterm_raises() as received, Notices():
         code = _run(arguments, as_json=as_json)
@@ -87,12 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if complaint:
         _complain(complaint)
     sys.exit(code)
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    """Print the package's own warnings as one line on standard error; those of other packages are not shown."""
-    if issubclass(category, AnabranchWarning):
-        _say("warning: ", "bold yellow", str(message))
 
 
 def _run(arguments: Sequence[str] | None, *, as_json: bool) -> int:
@@ -130,12 +124,4 @@ def _complain(sentence: str, kind: str = "") -> None:
     if kind:
         with suppress(OSError):
             print(json.dumps({"error": sentence, "kind": kind}), flush=True)
-    _say("error: ", "bold red", sentence)
-
-
-def _say(label: str, style: str, sentence: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True)  # wrapped at words on a terminal, one line in a pipe
-    console.print(Text(label, style=style) + Text(sentence, style="default"), soft_wrap=not console.is_terminal)
+    labelled("error: ", "bold red", sentence)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from anabranch.errors import AnabranchWarning
+from anabranch.cli import show
 from anabranch.support.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -75,21 +74,12 @@ def screen() -> Iterator[Screen]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield Screen(console, None)
         return
-    shown = Screen(console, Live(console=console, refresh_per_second=4))
-
-    def above(message: Warning | str, category: type[Warning], *_: Any) -> None:
-        if issubclass(category, AnabranchWarning):
-            line = Text("warning: ", style="bold yellow") + Text(str(message), style="default")
-            console.print(line, soft_wrap=not console.is_terminal)
-
-    before = warnings.showwarning
-    assert shown.live is not None
-    with shown.live:
-        warnings.showwarning = above  # type: ignore[assignment]
+    with Live(console=console, refresh_per_second=4) as live:
+        show.consoles.append(console)
         try:
-            yield shown
+            yield Screen(console, live)
         finally:
-            warnings.showwarning = before
+            show.consoles.remove(console)
 
 
 @contextmanager

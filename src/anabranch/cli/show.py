@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anabranch.cli.wrapping import Wrapper, columns_of, wrapped
+from anabranch.errors import AnabranchWarning
 from anabranch.support.interrupt import Terminated
 from anabranch.support.log import LOGGER, NOTICE
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+    from rich.console import Console
 
     from anabranch.api import Model
     from anabranch.declared import Keywords
@@ -33,10 +35,12 @@ __all__ = [
     "Notices",
     "Wait",
     "cleaned",
+    "consoles",
     "ending",
     "explained",
     "for_stdout",
     "kernels",
+    "labelled",
     "lesser_kernels",
     "load_model",
     "note",
@@ -47,6 +51,7 @@ __all__ = [
     "record",
     "sentences",
     "show",
+    "show_warning",
 ]
 
 # the target's own tokens are plain; drafted ones are coloured, or marked without colour
@@ -74,11 +79,24 @@ def for_stdout(text: str) -> str:
 
 def note(line: str) -> None:
     """Print a dim line on standard error; on a terminal cleaned and wrapped between words."""
-    from rich.console import Console
+    labelled("", "", cleaned(line) if sys.stderr.isatty() else line, style="dim")
 
-    terminal = sys.stderr.isatty()
-    console = Console(stderr=True, soft_wrap=not terminal)
-    console.print(cleaned(line) if terminal else line, style="dim", highlight=False, markup=False)
+
+def show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Print the package's own warnings as one line on standard error; those of other packages are not shown."""
+    if issubclass(category, AnabranchWarning):
+        labelled("warning: ", "bold yellow", str(message))
+
+
+def labelled(label: str, colour: str, sentence: str, *, style: str = "default") -> None:
+    """Print a sentence on standard error, above progress; wrapped at words on a terminal, one line in a pipe."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = consoles[-1] if consoles else Console(stderr=True)
+    with above_the_line():
+        text = Text(label, style=colour) + Text(sentence, style=style)
+        console.print(text, soft_wrap=not console.is_terminal)
 
 
 def sentences(parts: Iterable[str]) -> None:
@@ -116,8 +134,7 @@ class Notices(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a notice."""
-        with above_the_line():
-            note(record.getMessage())
+        note(record.getMessage())
 
 
 class Wait:
@@ -131,16 +148,11 @@ class Wait:
 
     def __enter__(self) -> Wait:
         _waiting.append(self)
-        self._show_warning = warnings.showwarning
-        if self._terminal:
-            warnings.showwarning = self._warn  # type: ignore[assignment]
         self.tell(self._text)
         return self
 
     def __exit__(self, *_: object) -> None:
         _waiting.remove(self)
-        if self._terminal:
-            warnings.showwarning = self._show_warning
         self.clear()
 
     def tell(self, text: str) -> None:
@@ -160,12 +172,9 @@ class Wait:
             sys.stderr.flush()
             self._shown = ""
 
-    def _warn(self, *arguments: Any) -> None:
-        with above_the_line():
-            self._show_warning(*arguments)
-
 
 _waiting: list[Wait] = []
+consoles: list[Console] = []  # of progress with live lines (``screen``), above which everything else is printed
 
 
 @contextmanager
