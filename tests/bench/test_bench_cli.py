@@ -6,8 +6,6 @@ import csv
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +14,30 @@ import pytest
 from anabranch.analysis.simulate import simulate
 from anabranch.analysis.trace import read_trace
 from anabranch.bench.contenders import Ours, Served
-from anabranch.bench.machine import measure_machine
-from anabranch.cli import main
 from anabranch.errors import InputError
 from anabranch.prompts import chat_ids
 from toy_text import ToyFolders, byte_tokenizer
+from verbs import Anabranch, Outcome
 
 INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
 
 
 Bench = Callable[..., Outcome]
 
 
 @pytest.fixture
-def bench(
-    toys: ToyFolders, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Bench:
-    """Runs the verb on a suite of three prompts; the machine is measured in a moment."""
+def bench(toys: ToyFolders, tmp_path: Path, anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Runs the verb on a suite of three prompts."""
     (tmp_path / "suite.jsonl").write_text(
         '{"prompt": "the thing", "task": "a"}\n{"prompt": "other", "task": "b"}\n{"prompt": "third", "task": "a"}\n'
     )
-    quick = partial(measure_machine, buffer_bytes=2**20, repeats=2)
-    monkeypatch.setattr("anabranch.bench.session.measure_machine", quick)
-    monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cpu": 64})
     where = ["--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--raw"]
     suite = ["--suite", tmp_path / "suite.jsonl", "--max-new-tokens", 6]
 
     def run(*arguments: object, bare: bool = False) -> Outcome:
         command = ["bench", *([] if bare else [*where, *suite]), *arguments]
         monkeypatch.setattr("sys.argv", ["anabranch", *map(str, command)])
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in command])
-        captured = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Outcome(ended.value.code, captured.out, captured.err)
+        return anabranch(*command)
 
     return run
 
@@ -64,26 +45,6 @@ def bench(
 def read(path: Path) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
-
-
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Ctrl-C, or another signal, at the n-th decoding of ours; the warm-up counts. Never again afterwards."""
-    serve = Ours.serve
-    calls = {"left": 0, "signal": signal.SIGINT}
-
-    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Served:
-        calls["left"] -= 1
-        if calls["left"] == 0:
-            signal.raise_signal(calls["signal"])
-        return serve(self, *arguments, **options)
-
-    monkeypatch.setattr(Ours, "serve", interrupted)
-
-    def at(call: int, number: int = signal.SIGINT) -> None:
-        calls.update(left=call, signal=number)
-
-    return at
 
 
 def test_ours_against_ourselves_and_all_that_is_written(bench: Bench, tmp_path: Path) -> None:

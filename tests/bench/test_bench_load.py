@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from anabranch.bench.machine import measure_machine
 from toy_text import ToyFolders
 from verbs import Anabranch
 
 
 @pytest.fixture
-def where(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def where(toys: ToyFolders, tmp_path: Path) -> list[object]:
     (tmp_path / "suite.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("the thing", "other", "a")))
-    quick = partial(measure_machine, buffer_bytes=2**20, repeats=2)
-    monkeypatch.setattr("anabranch.bench.session.measure_machine", quick)
-    monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cpu": 64})
     start = ["bench", "load", "--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--raw"]
     return [*start, "--suite", tmp_path / "suite.jsonl", "-n", 6, "--rows", 1, "--rows", 2]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from anabranch.analysis.cost import MODELS
-from anabranch.bench import shapes
-from anabranch.bench.machine import measure_machine
 from anabranch.bench.shapes import SHAPES, Fixed, Shape, measure_shape
 from anabranch.cli import app
 from anabranch.errors import DeviceError, InputError
@@ -33,19 +30,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "toy", TOY)
-    monkeypatch.setattr(shapes, "measure_machine", partial(measure_machine, buffer_bytes=2**20, repeats=2))
 
 
 def measured(dtype: torch.dtype = torch.float32, **more: Any) -> Shape:
-    asked: dict[str, Any] = {
-        "widths": (1, 4, 20),
-        "batches": (1, 3),
-        "contexts": (7, 30),
-        "rounds": 2,
-        "nodes": 8,
-        **more,
-    }
-    return measure_shape("toy", dtype=dtype, device=CPU, **asked | more)
+    usual: dict[str, Any] = {"widths": (1, 4, 20), "batches": (1, 3), "contexts": (7, 30), "rounds": 2, "nodes": 8}
+    return measure_shape("toy", dtype=dtype, device=CPU, **usual | more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,9 +56,9 @@ def test_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = measured(batches=(1,), contexts=(7,))
     (row,) = shape.ratios()
     plain, streams = (shape.find(1, 7, kind).ms[1] for kind in ("plain", "streams"))
-    assert row["plain_over_floor"] == pytest.approx(plain / shape.machine.floor_ms, rel=1e-2)
-    assert row["over_plain"] == pytest.approx(streams / plain, rel=1e-2)
-    assert row["speedup"] == pytest.approx(3.5 * plain / streams, rel=1e-2)
+    assert row["plain_over_floor"] == pytest.approx(plain / shape.machine.floor_ms, abs=1e-3, rel=1e-2)
+    assert row["over_plain"] == pytest.approx(streams / plain, abs=1e-3, rel=1e-2)
+    assert row["speedup"] == pytest.approx(3.5 * plain / streams, abs=1e-3, rel=1e-2)
     assert row["speedup_in_the_paper"] == 3.0
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-import signal
 from collections.abc import Callable
-from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ from typing import Any
 import pytest
 
 from anabranch.bench.application import Application
-from anabranch.bench.contenders import Ours, Served
-from anabranch.bench.machine import measure_machine
 from anabranch.bench.passes import Pass, passes_of
 from anabranch.bench.quality import add_quality, quality_table
 from anabranch.bench.run import Answer
@@ -48,10 +44,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bench(toys: ToyFolders, data: Path, anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """Runs the verb on the task; the machine is measured in a moment."""
-    quick = partial(measure_machine, buffer_bytes=2**20, repeats=2)
-    monkeypatch.setattr("anabranch.bench.session.measure_machine", quick)
-    monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cpu": 64})
+    """Runs the verb on the task."""
     monkeypatch.setattr("sys.argv", ["anabranch", "bench", "task", "sql"])
     where = ["--model", toys.model, "--adapter", toys.adapter, "--dtype", "float32", "--raw", "--max-new-tokens", 8]
     task = ["task", "sql", "--data", data, "--prompt-template", "{question}"]
@@ -115,21 +108,12 @@ def test_quality_speed_and_examples_side_by_side(bench: Bench, tmp_path: Path) -
     assert "page.html exists already; give another --html, or --force to replace it" in refused.err
 
 
-def test_a_stopped_run_keeps_its_examples(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve, left = Ours.serve, [5]
-
-    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Served:
-        left[0] -= 1
-        if left[0] == 0:
-            signal.raise_signal(signal.SIGINT)
-        return serve(self, *arguments, **options)
-
+def test_a_stopped_run_keeps_its_examples(bench: Bench, tmp_path: Path, stopped: Callable[[int], None]) -> None:
     out, page = tmp_path / "result.json", tmp_path / "page.html"
     arguments = ("--methods", "none,streams", "--limit", 2, "--out", out, "--html", page)
-    with monkeypatch.context() as patch:
-        patch.setattr(Ours, "serve", interrupted)
-        stopped = bench(*arguments)
-    assert stopped.code == 130, stopped.err
+    stopped(5)
+    first = bench(*arguments)
+    assert first.code == 130, first.err
     assert read(out)["prompts_done"] == 1
     assert len(read(out)["contenders"][0]["quality"]["exact_match"]["scores"]) == 1
     other = bench(*arguments, "--resume", "--examples", 2)
