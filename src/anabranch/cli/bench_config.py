@@ -29,15 +29,13 @@ __all__ = [
     "Contenders",
     "Files",
     "LoadConfig",
+    "Prepared",
     "RunConfig",
     "ShapeConfig",
     "TaskConfig",
-    "Weights",
     "command",
-    "described",
-    "encode",
     "entries_of",
-    "load",
+    "prepared",
 ]
 
 LOADING = {name: get_args(hint)[1] for name, hint in hints_of(Loading).items() if get_origin(hint) is Annotated}
@@ -208,16 +206,16 @@ class ShapeConfig:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The loaded targets by kind of weights; ``load_seconds`` are not part of any measurement."""
+class Prepared:
+    """The targets by kind of weights, the prompts with their token ids, and the description for the result file.
+
+    load_seconds  of loading and packing; not part of any measurement
+    """
 
     loaded: dict[Quantization, Loaded]
+    encoded: list[Encoded]
+    description: dict[str, Any]
     load_seconds: dict[str, float]
-
-    @property
-    def first(self) -> Loaded:
-        """The target that is least quantised."""
-        return next(iter(self.loaded.values()))
 
 
 def entries_of(config: Contenders, defaults: Sequence[str] | None = None) -> list[Entry]:
@@ -241,43 +239,45 @@ def entries_of(config: Contenders, defaults: Sequence[str] | None = None) -> lis
     return entries
 
 
-def load(config: Contenders, wanted: Sequence[Quantization]) -> Weights:
-    """Load the target once for each kind of weights."""
-    targets: dict[Quantization, Loaded] = {}
-    seconds: dict[str, float] = {}
-    for kind in wanted:
-        loaded = targets[kind] = options.load(replace(config.loading, quantize=kind))
-        suffix = "" if kind == "none" else f" {kind}"
-        seconds[f"load{suffix}"] = round(loaded.load_seconds, 3)
-        seconds[f"pack{suffix}"] = round(loaded.pack_seconds, 3)
-    return Weights(targets, seconds)
+def prepared(
+    config: Contenders, source: options.Prompts, prompts: Sequence[SuitePrompt], entries: Sequence[Entry]
+) -> Prepared:
+    """Load the target once for each kind of weights, encode the ``prompts`` of ``source``, and describe it all.
 
-
-def encode(prompts: Sequence[SuitePrompt], loaded: Loaded, *, raw: bool, max_new_tokens: int) -> list[Encoded]:
-    """The prompts with their token ids. Raises InputError for one without tokens or too long for the model."""
+    Raises InputError for a prompt without tokens or too long for the model.
+    """
+    from anabranch.model.quantize import QUANTIZATIONS
     from anabranch.prompts import chat_ids
 
-    longest, tokenizer = loaded.target.config.max_positions, loaded.target.tokenizer
-    encoded = [(prompt, chat_ids(tokenizer, prompt.asked, raw=raw)) for prompt in prompts]
+    targets: dict[Quantization, Loaded] = {}
+    seconds: dict[str, float] = {}
+    for kind in QUANTIZATIONS:
+        if any(entry.weights == kind for entry in entries):
+            loaded = targets[kind] = options.load(replace(config.loading, quantize=kind))
+            suffix = "" if kind == "none" else f" {kind}"
+            seconds[f"load{suffix}"] = round(loaded.load_seconds, 3)
+            seconds[f"pack{suffix}"] = round(loaded.pack_seconds, 3)
+    first = next(iter(targets.values()))
+    longest, tokenizer = first.target.config.max_positions, first.target.tokenizer
+    encoded: list[Encoded] = [(prompt, chat_ids(tokenizer, prompt.asked, raw=source.raw)) for prompt in prompts]
     for prompt, ids in encoded:
         if not ids:
             raise InputError(f"the prompt {prompt.name} of the task {prompt.task} has no tokens; leave it out")
-        if len(ids) + max_new_tokens > longest:
+        if len(ids) + config.max_new_tokens > longest:
             raise InputError(
                 f"the prompt {prompt.name} of the task {prompt.task} has {len(ids)} tokens, too many for "
-                f"{max_new_tokens} more within the model's {longest}; shorten it, or lower --max-new-tokens"
+                f"{config.max_new_tokens} more within the model's {longest}; shorten it, or lower --max-new-tokens"
             )
-    return list(encoded)
+    return Prepared(targets, encoded, _description(config, source, entries, encoded, first), seconds)
 
 
-def described(
+def _description(
     config: Contenders,
     prompts: options.Prompts,
     entries: Sequence[Entry],
     encoded: Sequence[Encoded],
     loaded: Loaded,
 ) -> dict[str, Any]:
-    """The description of the measurement, for the result file."""
     from anabranch.model.kernel_use import near_ties
     from anabranch.support.files import without_folders
 

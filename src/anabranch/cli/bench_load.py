@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anabranch.cli import options
-from anabranch.cli.bench_config import Contenders, LoadConfig, command, described, encode, entries_of, load
+from anabranch.cli.bench_config import Contenders, LoadConfig, command, entries_of, prepared
 from anabranch.cli.bench_run import decode, stop_unmeasured
 from anabranch.cli.layout import status_console
 from anabranch.cli.options import check_at_least
@@ -29,7 +29,6 @@ def run(config: LoadConfig) -> None:
     from anabranch.bench.journal import beside
     from anabranch.bench.session import Session
     from anabranch.methods import AUTO
-    from anabranch.model.quantize import QUANTIZATIONS
     from anabranch.support.files import check_output, check_writable, write_atomically
 
     contenders, rows = config.contenders, config.rows or ROWS
@@ -41,13 +40,10 @@ def run(config: LoadConfig) -> None:
     entries = _batching(entries_of(contenders, [AUTO]), contenders)
     prompts = config.prompts.read()
     _check_rows(rows, len(prompts))
-    weights = load(contenders, [kind for kind in QUANTIZATIONS if any(entry.weights == kind for entry in entries)])
-    encoded = encode(prompts, weights.first, raw=config.prompts.raw, max_new_tokens=contenders.max_new_tokens)
-    description = described(contenders, config.prompts, entries, encoded, weights.first) | {"rows": list(rows)}
-    console, interrupted = status_console(), False
-    with Session(
-        description, entries, encoded, weights.loaded, options.params(contenders.sampling), console.print, rows=rows
-    ) as session:
+    ready = prepared(contenders, config.prompts, prompts, entries)
+    description = ready.description | {"rows": list(rows)}
+    sampling, console, interrupted = options.params(contenders.sampling), status_console(), False
+    with Session(description, entries, ready.encoded, ready.loaded, sampling, console.print, rows=rows) as session:
         session.prepare(None, resume=False)
         session.open()
         try:
@@ -57,7 +53,7 @@ def run(config: LoadConfig) -> None:
                 raise
             interrupted = True
         stop_unmeasured(session)
-        result = session.rows_result(command()) | {"load_seconds": weights.load_seconds}
+        result = session.rows_result(command()) | {"load_seconds": ready.load_seconds}
     if out is not None:
         write_atomically(out, json.dumps(result, indent=1) + "\n")
         console.print(f"wrote {out}")

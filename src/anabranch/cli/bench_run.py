@@ -15,12 +15,9 @@ from anabranch.cli.bench_config import (
     Files,
     RunConfig,
     TaskConfig,
-    Weights,
     command,
-    described,
-    encode,
     entries_of,
-    load,
+    prepared,
 )
 from anabranch.cli.layout import status_console
 from anabranch.cli.options import check_at_least
@@ -43,7 +40,6 @@ def run(config: RunConfig | TaskConfig) -> None:
     from anabranch.bench.entries import plain_of
     from anabranch.bench.recordings import Recordings, recorded_places
     from anabranch.bench.session import Session
-    from anabranch.model.quantize import QUANTIZATIONS
 
     contenders, files = config.contenders, config.files
     if isinstance(config, RunConfig) and config.prompts.of_task:
@@ -56,32 +52,28 @@ def run(config: RunConfig | TaskConfig) -> None:
         places = recorded_places(files.trace, entries, resume=files.resume, force=files.force)
     application = config.application() if isinstance(config, TaskConfig) else None
     prompts = config.prompts.read() if application is None else application.prompts
-    weights = load(
-        contenders, [k for k in QUANTIZATIONS if k == "none" or any(entry.weights == k for entry in entries)]
-    )
-    encoded = encode(prompts, weights.first, raw=config.prompts.raw, max_new_tokens=contenders.max_new_tokens)
-    description = described(contenders, config.prompts, entries, encoded, weights.first)
-    described_run = description | {"baseline": plain_of(entries, "none")}
+    ready = prepared(contenders, config.prompts, prompts, entries)
+    description = ready.description | {"baseline": plain_of(entries, "none")}
     shown = config.examples if isinstance(config, TaskConfig) else 0
     if application is not None:
-        described_run["application"] = application.described() | {"examples": shown}
-    recorded = {name: value for name, value in description.items() if name not in ("contenders", "repeats")}
+        description["application"] = application.described() | {"examples": shown}
+    recorded = {name: value for name, value in ready.description.items() if name not in ("contenders", "repeats")}
     recordings = Recordings(places, {entry.name: entry.spec for entry in entries}, recorded)
     console = status_console()
     with Session(
-        described_run,
+        description,
         entries,
-        encoded,
-        weights.loaded,
+        ready.encoded,
+        ready.loaded,
         options.params(contenders.sampling),
         console.print,
         recordings,
         shown,
     ) as session:
         interrupted = _measure(session, files, console)
-        result = session.result(command()) | {"load_seconds": weights.load_seconds}
+        result = session.result(command()) | {"load_seconds": ready.load_seconds}
     if application is not None:
-        _score(result, session, application, weights)
+        _score(result, session, application)
     written = [] if files.out is None else _write(result, files.out, figures=files.figures)
     if application is not None and isinstance(config, TaskConfig) and config.html is not None:
         written.append(_write_page(config.html, result, session, application))
@@ -98,7 +90,7 @@ def run(config: RunConfig | TaskConfig) -> None:
     if interrupted:
         again = "add --resume to continue" if files.out is not None else "give --out FILE to be able to resume"
         kept = "the results so far are kept: " if files.out is not None else ""
-        console.print(f"stopped after {result['prompts_done']} of {len(encoded)} prompts; {kept}{again}")
+        console.print(f"stopped after {result['prompts_done']} of {len(ready.encoded)} prompts; {kept}{again}")
         raise typer.Exit(INTERRUPTED)
 
 
@@ -231,7 +223,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 # -- tasks ---------------------------------------------------------------------------------------------------------
-def _score(result: dict[str, Any], session: Session, application: Application, weights: Weights) -> None:
+def _score(result: dict[str, Any], session: Session, application: Application) -> None:
     """Add quality and extra parameters to the contenders of a result."""
     from anabranch.bench.quality import add_quality, extra_parameters
 
@@ -245,7 +237,7 @@ def _score(result: dict[str, Any], session: Session, application: Application, w
     for record in result["contenders"]:
         entry = entries[record["name"]]
         if entry.kind == "ours":
-            record["extra_parameters"] = extra_parameters(entry.spec, weights.loaded[entry.weights])
+            record["extra_parameters"] = extra_parameters(entry.spec, session.loaded[entry.weights])
 
 
 def _write_page(path: Path, result: dict[str, Any], session: Session, application: Application) -> Path:
