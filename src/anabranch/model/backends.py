@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,64 +26,24 @@ from anabranch.model.passes import Nodes, Pass, PassRequest, PassResult, Rider
 from anabranch.native.library import Library
 from anabranch.sampling import SamplingParams, argmax, target_tokens
 
-__all__ = ["Backend", "GraphBackend", "TorchBackend", "backend_for"]
-
-
-class Backend(Protocol):
-    """Runs the passes of a network."""
-
-    @property
-    def ragged(self) -> bool:
-        """True if the rows of a pass may have different numbers of nodes; otherwise they are padded to the widest."""
-
-    @property
-    def kernels(self) -> Library | None:
-        """The native kernels if they run the layers; None if PyTorch does.
-
-        With them, main rows are float32 between layers, and a rider's rows go through a layer separately.
-        """
-
-    @property
-    def capture(self) -> Capture | None:
-        """The function that captures computations of fixed shapes as graphs; None: graphs are not used."""
-
-    def run(self, network: Network, request: PassRequest) -> PassResult:
-        """Run a whole pass, up to the last norm."""
-
-    def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
-        """Run main rows [B, N, D] through layers ``low`` to ``high`` - 1."""
-
-    def normed(self, network: Network, x: Tensor) -> Tensor:
-        """The last norm [..., D], in the weights' type."""
-
-    def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
-        """The rows of the head's weight [..., D] for tokens [...]."""
-
-    def choose(self, network: Network, x: Tensor) -> Tensor:
-        """The greedy tokens [...] of normed hidden states [..., D]; the lowest id among equals."""
-
-    def draw(
-        self,
-        logits_NV: Tensor,
-        params: SamplingParams,
-        keys_N: NDArray[np.uint64],
-        histories: Sequence[Sequence[int]] | None,
-    ) -> Tensor:
-        """The target's own tokens [N], as ``sampling.target_tokens`` draws them."""
-
-    def decoding(self, network: Network) -> AbstractContextManager[None]:
-        """A context to decode in."""
+__all__ = ["GraphBackend", "TorchBackend", "backend_for"]
 
 
 class TorchBackend:
-    """Runs passes in PyTorch, one operation at a time."""
+    """Runs passes in PyTorch, one operation at a time; other backends override its methods.
+
+    ragged   the rows of a pass may have different numbers of nodes; otherwise they are padded to the widest
+    kernels  the native kernels if they run the layers: then main rows are float32 between layers, and a rider's rows go
+             through a layer separately
+    capture  captures computations of fixed shapes as graphs; None: no graphs
+    """
 
     ragged: bool = False
     kernels: Library | None = None
     capture: Capture | None = None
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
-        """A whole pass; see ``Backend``."""
+        """Run a whole pass, up to the last norm."""
         inputs, cache, slots, taps, rider, _, sides = request
         nodes = Nodes.of(inputs, cache.lengths[slots])
         run = Pass(network.config, nodes, cache, slots, network.rope(), sides=sides)
@@ -126,7 +85,7 @@ class TorchBackend:
         )
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
-        """Layers ``low`` to ``high`` - 1; see ``Backend``."""
+        """Run main rows [B, N, D] through layers ``low`` to ``high`` - 1."""
         x = x_BND
         for index in range(low, high):
             side = None if run.sides is None else run.sides[index]
@@ -134,16 +93,16 @@ class TorchBackend:
         return x
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
-        """The last norm; see ``Backend``."""
+        """Apply the last norm [..., D], in the weights' type."""
         return network.norm(x)  # type: ignore[no-any-return]
 
     def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
-        """Rows of the head; see ``Backend``."""
+        """The rows of the head's weight [..., D] for tokens [...]."""
         rows: Tensor = network.head.weight[tokens]
         return rows
 
     def choose(self, network: Network, x: Tensor) -> Tensor:
-        """Greedy tokens; see ``Backend``."""
+        """The greedy tokens [...] of normed hidden states [..., D]; the lowest id among equals."""
         return argmax(network.logits(x).flatten(0, -2)).view(x.shape[:-1])
 
     def draw(
@@ -153,11 +112,11 @@ class TorchBackend:
         keys_N: NDArray[np.uint64],
         histories: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Sampled tokens; see ``Backend``."""
+        """Sample the target's own tokens [N]: ``sampling.target_tokens``."""
         return target_tokens(logits_NV, params, keys_N, histories)
 
     def decoding(self, network: Network) -> AbstractContextManager[None]:
-        """On a GPU, keep attention from cuDNN, which makes a plan for each new shape."""
+        """A context for decoding; on a GPU without cuDNN's attention, which makes a plan for each new shape."""
         if network.device.type == "cuda":
             return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
         return nullcontext()
@@ -170,7 +129,7 @@ class GraphBackend(TorchBackend):
         self.capture = capture
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
-        """A whole pass at the next larger shapes; see ``Backend``."""
+        """Run a pass at the next larger captured shapes."""
         inputs, cache, slots, taps, rider, _, sides = request
         if slots.start or inputs.prefill_B or sides is not None or (rider is not None and not rider.fixed):
             return super().run(network, request)  # a pass that does not start at the first row reads a prompt

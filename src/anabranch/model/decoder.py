@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
-from anabranch.model.backends import Backend, TorchBackend
+from anabranch.model.backends import TorchBackend
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
@@ -39,7 +39,7 @@ class Decoder(Network):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.backend: Backend = TorchBackend()
+        self.backend = TorchBackend()
         self.rider: Rider | None = None
         self.loras = RowLoras()
 

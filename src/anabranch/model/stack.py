@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.model.backends import Backend, TorchBackend
+from anabranch.model.backends import TorchBackend
 from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import starts_of
@@ -310,7 +310,7 @@ class NativeBackend(TorchBackend):
         return PassResult(inputs.returned_B, starts_of(inputs.returned_B), hidden, tokens, taps=rows_before)
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
-        """Run layers ``low`` to ``high`` - 1 in float32; see ``Backend``."""
+        """Run layers ``low`` to ``high`` - 1 in float32."""
         rows = x_BND.to(torch.float32, copy=True).contiguous().flatten(0, 1)
         lengths = run.cache.lengths[run.slots]
         parents_M = run.parents_BN.flatten().numpy()
@@ -320,16 +320,16 @@ class NativeBackend(TorchBackend):
         return rows.view(x_BND.shape)
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
-        """The last norm; see ``Backend``."""
+        """Apply the last norm, by the kernels to float32 rows."""
         return self.stack.normed(x, network.norm) if x.dtype == torch.float32 else super().normed(network, x)
 
     def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
-        """Rows of the head; see ``Backend``."""
+        """The rows of the head, from its packed weight."""
         rows: Tensor = network.head.rows(tokens)
         return rows
 
     def choose(self, network: Network, x: Tensor) -> Tensor:
-        """Greedy tokens; see ``Backend``."""
+        """The greedy tokens, without storing logits."""
         if network.config.logit_softcap is not None:
             return super().choose(network, x)
         tokens: Tensor = network.head.choose(x)
@@ -342,7 +342,7 @@ class NativeBackend(TorchBackend):
         keys_N: NDArray[np.uint64],
         histories: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Sampled tokens, by the kernels if nothing truncates the distribution; see ``Backend``."""
+        """Sample tokens, by the kernels if nothing truncates the distribution."""
         if params.whole and logits_NV.dtype == torch.float32:
             return self.stack.kernels.draw(logits_NV, max(params.temperature, MIN_TEMPERATURE), keys_N)
         return super().draw(logits_NV, params, keys_N, histories)
@@ -352,6 +352,6 @@ class NativeBackend(TorchBackend):
         return self.stack.kernels.single_threaded()
 
 
-def stack_of(backend: Backend) -> Stack | None:
+def stack_of(backend: TorchBackend) -> Stack | None:
     """The stack of all layers of a target; None if another backend runs them."""
     return backend.stack if isinstance(backend, NativeBackend) else None
