@@ -23,10 +23,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -45,11 +45,8 @@ _LOCK_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
 
 
-class Progress(Protocol):
-    """A progress callback; ``done`` and ``total`` are bytes for "download" and tensors for "convert"."""
-
-    def __call__(self, stage: Stage, done: int, total: int) -> None:
-        """Report progress; called several times a second from the downloading thread."""
+Progress: TypeAlias = "Callable[[Stage, int, int], None]"
+"""A callback (stage, done, total), called several times a second; in bytes for "download", tensors for "convert"."""
 
 
 @dataclass(frozen=True)

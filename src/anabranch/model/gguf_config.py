@@ -289,7 +289,7 @@ def _rope(keys: _Keys, stored: Mapping[str, Any], *, head_dim: int) -> Config:
             for name in ("beta_fast", "beta_slow")
             if keys.get(f"rope.scaling.yarn_{name}") is not None
         }
-        if attention != 1:  # multiplies what YaRN itself prescribes
+        if attention != 1:  # multiplies YaRN's own factor
             rope["attention_factor"] = attention * _yarn_attention(factor)
         return rope
     if attention != 1:
@@ -399,7 +399,7 @@ def _neutral_here(keys: _Keys, config: Config) -> dict[str, tuple[Any, ...]]:
         "attention.scale": (0, (config.get("query_pre_attn_scalar") or config["head_dim"]) ** -0.5),
         "rope.freq_base_swa": (config["rope_parameters"]["rope_theta"],),
         "rope.scaling.yarn_ext_factor": (-1, 1) if yarn else (-1, 0),
-        # llama.cpp multiplies with it, transformers takes it instead of what YaRN prescribes
+        # llama.cpp multiplies YaRN's own factor by it, transformers replaces it
         "rope.scaling.yarn_attn_factor": (_yarn_attention(config["rope_parameters"]["factor"]) if yarn else 1,),
     }
     if keys.architecture == "llama":  # the rows of q and k are in the order that llama.cpp always assumes

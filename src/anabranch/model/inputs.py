@@ -30,7 +30,7 @@ class Inputs:
     """The nodes of one forward pass, row by row: tokens and parents [M], and the number of nodes of each row [B].
 
     Parents are indices within the row and precede their children; -1 marks a node without a parent. A row of 0 nodes
-    takes no part in the pass. Where all rows must have one width, they are padded at the end to [B, N]; a padding node
+    takes no part in the pass. If all rows must have one width, they are padded at the end to [B, N]; a padding node
     sees only itself, and no other node sees it.
 
     prefill_B  the number of each row's leading nodes that are prompt tokens, a chain: only their keys and values are

@@ -169,7 +169,7 @@ class WithLora(Mapping[str, Tensor]):
     """The stored tensors of a model (by Hugging Face names) with a LoRA merged into them on access.
 
     One tensor at a time is merged, so the model is never in memory twice. Tensors of the wrong shape or type are
-    returned as they are; whoever assembles them refuses them.
+    returned unchanged, and refused when they are assembled.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], lora: Lora, config: ModelConfig) -> None:

@@ -36,7 +36,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _AGAIN = "save or copy the LoRA again"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# the fields of adapter_config.json that are read here, and those that do not change what PEFT computes
+# the fields of adapter_config.json that are supported, and those that do not change PEFT's results
 _READ = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),

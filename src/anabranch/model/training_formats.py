@@ -4,9 +4,9 @@ int8   products in the native kernels on a CPU: faster. A weight is packed twice
        transposed for the gradient of the input. It has a scale for each output, rows and gradients one for every 32
        values (``model.quantize``), so both products are rounded to about a part in 250 of the largest of 32 values.
        SwitchBack (Wortsman et al. 2023) found such products harmless with one scale for a whole row
-NF4    QLoRA's 4-bit format (Dettmers et al. 2023): less memory. Of each block of 64 values it stores the largest
-       magnitude in float32, and for each value the nearest of 16 levels, which divide a normal distribution into parts
-       of equal probability: 4.5 bits a value. Weights are dequantised for each product and again for its gradient, so
+NF4    QLoRA's 4-bit format (Dettmers et al. 2023): less memory. A block of 64 values is stored as its largest magnitude
+       in float32 and the nearest of 16 levels for each value, which divide a normal distribution into parts of equal
+       probability: 4.5 bits a value. Weights are dequantised for each product and again for its gradient, so
        only one layer is dense at a time. Scales are not quantised a second time
 
 Inputs get gradients, weights do not. N outputs, D inputs.
