@@ -41,7 +41,7 @@ def test_the_exit_status_is_the_verdict(
 ) -> None:
     for verdict, code in (("lossless", 0), ("inconclusive", 1), ("BUG", 1)):
         monkeypatch.setattr(SamplingCertificate, "verdict", verdict)
-        done = anabranch(*command, *SAMPLING, "--limit", 1, "--json", "--rows", 8)
+        done = anabranch(*command, *SAMPLING, "--effect", 2, "--limit", 1, "--json", "--rows", 8)
         assert done.code == code
         found = json.loads(done.out)
         assert found["verdict"] == verdict
