@@ -78,7 +78,7 @@ def test_a_loss_that_does_not_fall_is_told_once() -> None:
 
 def test_held_out_acceptance_that_falls() -> None:
     (said,) = watched([line(10, 3.0, 2.0), line(20, 2.0, 2.3), line(30, 1.0, 2.2), line(40, 0.5, 2.1)], 1000)
-    assert "fell from 2.30 tokens per pass at step 20 to 2.20 at step 30" in said
+    assert "mean acceptance length fell from 2.30 at step 20 to 2.20 at step 30" in said
     assert watched([line(10, 3.0, 2.0), line(20, 2.0, 2.3), line(30, 1.0, 2.27)], 1000) == []
 
 

@@ -148,7 +148,7 @@ def test_processes_with_other_data_are_refused(tmp_path: Path) -> None:
 def test_without_torchrun_there_is_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with joined() as alone:
         assert (alone.rank, alone.count, alone.first) == (0, 1, True)
-        assert alone.tell("me") == "me"
+        assert alone.broadcast("me") == "me"
         assert alone.add(torch.ones(2)).tolist() == [1, 1]
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

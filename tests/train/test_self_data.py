@@ -13,7 +13,7 @@ from anabranch.train.answers import read_prompts
 from anabranch.train.open_turn import OpenTurn, open_turn
 from anabranch.train.scaling import fit_scaling
 from anabranch.train.self_data import DataProgress, SelfData, check_self_data, write_self_data
-from anabranch.train.self_prompts import SOURCE, PromptProgress, check_prompts, told, write_prompts
+from anabranch.train.self_prompts import SOURCE, PromptProgress, check_prompts, in_words, write_prompts
 from anabranch.train.sieve import REASONS, Sieve
 from small import Words, as_target, small
 from toy_text import byte_tokenizer
@@ -87,8 +87,8 @@ def test_the_sieve_says_why() -> None:
 
 
 def test_reasons_in_words() -> None:
-    assert told({"duplicate": 1200, "cut": 3}) == "3 cut, 1,200 duplicate"
-    assert told({}) == "none dropped"
+    assert in_words({"duplicate": 1200, "cut": 3}) == "3 cut, 1,200 duplicate"
+    assert in_words({}) == "none dropped"
 
 
 # -- writing -----------------------------------------------------------------------------------------------------

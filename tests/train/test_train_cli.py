@@ -119,7 +119,7 @@ def test_the_end_of_a_training_with_speeds_and_a_figure(written: Path, tmp_path:
     assert result.stdout.count("fastest") == 1
     assert "Measured, one prompt at a time:" in result.stdout
     assert " tokens/s (auto), plain " in result.stdout
-    assert "Held-out tokens per pass (16 nodes) by step:" in result.stdout
+    assert "Held-out mean acceptance length (16 nodes) by step:" in result.stdout
     assert "{" not in result.output, "no JSON for people"
     assert figure.read_text(encoding="utf-8").count("</svg>") == 1
     assert "round 3 of 3" not in result.stdout
@@ -164,7 +164,7 @@ def test_no_data_at_all_is_one_command_that_resumes(tmp_path: Path, monkeypatch:
     assert record["training"]["options"]["epochs"] == 1.0
     assert record["measured"]["own prompts"]["held-out answers"] > 2
     assert record["run"]["scaling"]["tokens"] == record["training"]["answer_tokens"]
-    assert any("twice the data is predicted to bring" in sentence for sentence in record["run"]["next"])
+    assert any("twice the data is predicted to change it" in sentence for sentence in record["run"]["next"])
     load_adapter(folder, TARGET)
 
 

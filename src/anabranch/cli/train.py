@@ -190,7 +190,7 @@ def _prepared(config: TrainConfig, recipe: Recipe) -> Iterator[_Run]:
         target = options.load(config.loading, pack=False, adapters=False).target
         answered, own = train_data.write_data(target, config.data, recipe.options.seed, config.out, shown)
         if task is not None:
-            shown.say(task.told())
+            shown.say(task.summary())
         examples, validation = train_data.read_examples(target, config.data, task, recipe, answered)
         own_examples = [] if own is None else read_data(target, recipe, answers=own)
         tokens = sum(len(example.answer_ids) for example in examples)

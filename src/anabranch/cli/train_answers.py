@@ -55,7 +55,7 @@ def answers(config: AnswersConfig) -> None:
     from anabranch.cli.screen import resumable, screen
     from anabranch.train import read_prompts, write_answers
     from anabranch.train.job import trainable
-    from anabranch.train.self_prompts import told, write_prompts
+    from anabranch.train.self_prompts import in_words, write_prompts
 
     sampling = options.params(config.sampling)
     source = _check(config)
@@ -70,15 +70,15 @@ def answers(config: AnswersConfig) -> None:
             written = write_prompts(
                 target, source, config.self_prompted, rows=config.rows, seed=sampling.seed, report=report
             )
-            shown.say(f"{written.kept:,} prompts of {written.sampled:,} sampled: {told(written.dropped)}")
+            shown.say(f"{written.kept:,} prompts of {written.sampled:,} sampled: {in_words(written.dropped)}")
         if task is not None:
-            asked = task.prompts(target.tokenizer)
+            prompts = task.prompts(target.tokenizer)
         else:
             assert source is not None
-            asked = read_prompts(source, target.tokenizer, limit=config.self_prompted or config.limit)
+            prompts = read_prompts(source, target.tokenizer, limit=config.self_prompted or config.limit)
         done = write_answers(
             target,
-            asked,
+            prompts,
             config.out,
             rows=config.rows,
             max_new_tokens=config.max_new_tokens,
@@ -86,7 +86,7 @@ def answers(config: AnswersConfig) -> None:
             sampling=sampling,
             report=show_answers(shown, config.out.name),
         )
-    left_out = len(asked) - done.wanted
+    left_out = len(prompts) - done.wanted
     if config.as_json:
         result: dict[str, object] = {"answers": done.answers, "left_out": left_out, "tokens": done.tokens}
         if written is not None:
@@ -138,13 +138,13 @@ def _check(config: AnswersConfig) -> Path | None:
 def _show_prompts(shown: Screen) -> Callable[[PromptProgress], None]:
     """Shows the progress of ``write_prompts``."""
     from anabranch.cli.screen import clock
-    from anabranch.train.self_prompts import told
+    from anabranch.train.self_prompts import in_words
 
     def report(now: PromptProgress) -> None:
         kept = min(now.kept, now.wanted)
         left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
         first = f"prompt {kept:,}/{now.wanted:,} {kept / now.wanted:.0%}, {now.tokens_per_second:,.0f} tokens/s{left}"
-        second = f"{now.sampled:,} sampled: {told(now.dropped)}"
+        second = f"{now.sampled:,} sampled: {in_words(now.dropped)}"
         shown.show(first, second, plain=f"{first}, {second}", now=now.kept == now.wanted)
 
     return report

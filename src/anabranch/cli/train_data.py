@@ -44,7 +44,7 @@ class DataConfig:
 
     @property
     def self_written(self) -> bool:
-        """Whether the target writes the data."""
+        """True if the target writes the data."""
         return False
 
     @property
@@ -75,7 +75,7 @@ class OwnDataConfig(DataConfig):
 
     @property
     def self_written(self) -> bool:
-        """Whether the target writes the data."""
+        """True if the target writes the data."""
         return self.answers is None and self.text is None and self.of_task.task is None
 
     @property
@@ -136,7 +136,7 @@ def with_new_data(config: OwnDataConfig, options: Any, given: dict[str, Any]) ->
 
 
 def self_data(config: OwnDataConfig, seed: int) -> SelfData:
-    """What the target writes. Raises InputError for a value out of range."""
+    """The amount and form of self-written data. Raises InputError for a value out of range."""
     from anabranch.train.self_data import SelfData
 
     given = {"tokens": config.self_tokens, "rows": config.self_rows, "temperature": config.self_temperature}
@@ -163,10 +163,10 @@ def write_data(
         learn = write_self_data(writer, _folder(out), plan, report=lambda now: _show(shown, now))
     if config.evaluate is not None:
         own = _own(out)
-        asked = read_prompts(config.evaluate, target.tokenizer)
+        prompts = read_prompts(config.evaluate, target.tokenizer)
         write_answers(
             writer,
-            asked,
+            prompts,
             own,
             rows=plan.rows,
             max_new_tokens=plan.max_new_tokens,
@@ -199,14 +199,14 @@ def read_examples(
 
 def _show(shown: Screen, now: DataProgress) -> None:
     from anabranch.cli.screen import clock
-    from anabranch.train.self_prompts import told
+    from anabranch.train.self_prompts import in_words
 
     left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
     share = min(1.0, now.tokens / now.wanted)
     first = (
         f"writing {now.stage}: {now.tokens:,}/{now.wanted:,} {share:.0%}, {now.tokens_per_second:,.0f} tokens/s{left}"
     )
-    second = f"{now.answers:,} answers, {now.kept:,} of {now.sampled:,} prompts: {told(now.dropped)}"
+    second = f"{now.answers:,} answers, {now.kept:,} of {now.sampled:,} prompts: {in_words(now.dropped)}"
     shown.show(first, second, plain=f"{first}, {second}")
 
 

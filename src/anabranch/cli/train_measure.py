@@ -73,15 +73,15 @@ def measured_tuning(
     from anabranch.api import Model
     from anabranch.loading import load
 
-    found: dict[str, Decoded] = {}
+    decoded: dict[str, Decoded] = {}
     some = examples[:: max(1, len(examples) // ROWS)][:ROWS]
     for who, config, specs in (("untuned", loading, (PLAIN,)), ("tuned", tuned, drafters)):
         line = f"decoding {len(some)} held-out rows with the {who} model"
         screen.show(line, "(--no-timing skips this)", plain=line)
         loaded = load(config)
         with Model(loaded.target, loaded.adapters) as model:
-            found |= {f"{who}, {spec}": _decoded(model, spec, some) for spec in specs}
-    return found
+            decoded |= {f"{who}, {spec}": _decoded(model, spec, some) for spec in specs}
+    return decoded
 
 
 def _decoded(model: Model, drafter: str, examples: Sequence[Example]) -> Decoded:

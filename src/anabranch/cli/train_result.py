@@ -29,7 +29,7 @@ Rows = dict[str, dict[str, float]]
 
 
 def timing_pays(target: Target) -> bool:
-    """Whether timing steps takes seconds rather than minutes."""
+    """True if timing steps takes seconds rather than minutes."""
     on_gpu = target.decoder.device.type != "cpu"
     return on_gpu or sum(weight.numel() for weight in target.decoder.parameters()) < TIMED
 
@@ -58,11 +58,11 @@ def summary(
     measured = record["measured"]
     lengths = measured.get("predicted mean acceptance length", {})
     curve = curve_of(log, lengths, record["training"]["steps"])
-    shares: Mapping[str, Any] = next((found for name, found in measured.items() if name.startswith("accuracy by ")), {})
+    shares: Mapping[str, Any] = next((each for name, each in measured.items() if name.startswith("accuracy by ")), {})
     top = shares.get("best token", [None])[0]
     trained = log[-1].get("accuracy", [None])[0] if log else None
     rows: Rows = {}
-    for spec, length in tokens_a_pass(record).items():
+    for spec, length in predicted_lengths(record).items():
         rows[spec] = {"tokens_per_pass": length} | ({"tokens_per_second": speeds[spec]} if spec in speeds else {})
     where = [] if model == "default" else ["--model", model]
     where += [] if lora is None else ["--lora", str(lora)]
@@ -103,17 +103,17 @@ def per_100k(training: Mapping[str, Any]) -> float | None:
     return round(training["seconds"] * 1e5 / trained, 1) if trained else None
 
 
-def tokens_a_pass(record: Mapping[str, Any]) -> dict[str, float]:
+def predicted_lengths(record: Mapping[str, Any]) -> dict[str, float]:
     """Predicted mean acceptance length by draft, plain decoding first; empty if nothing was held out."""
     lengths = record["measured"].get("predicted mean acceptance length", {})
-    found = {name: float(value) for name, value in lengths.items() if isinstance(value, int | float)}
-    return {PLAIN: 1.0, **dict(sorted(found.items(), key=lambda item: item[1]))} if found else {}
+    values = {name: float(value) for name, value in lengths.items() if isinstance(value, int | float)}
+    return {PLAIN: 1.0, **dict(sorted(values.items(), key=lambda item: item[1]))} if values else {}
 
 
 def predicted_speeds(
     target: Target, record: Mapping[str, Any], out: Path, examples: Sequence[Example], screen: Screen
 ) -> dict[str, float]:
-    """Predicted tokens/s while decoding, for drafts of known size: tokens per pass divided by measured step times."""
+    """Predicted tokens/s while decoding, for drafts of known size: lengths divided by measured step times."""
     from anabranch.adapters.folder import load_adapter
     from anabranch.methods import make_drafter
     from anabranch.model.pack import pack_decoder
@@ -132,7 +132,7 @@ def predicted_speeds(
 
     measured = measure_times(target.decoder, drafters, prompt, rounds=ROUNDS, steps=STEPS, report=report)
     speeds = {}
-    for name, length in tokens_a_pass(record).items():
+    for name, length in predicted_lengths(record).items():
         words = name.split()
         nodes = drafter.max_nodes if name == "tree" else int(words[0]) if words[0].isdigit() else None
         if name == PLAIN:
@@ -145,7 +145,7 @@ def predicted_speeds(
     return speeds
 
 
-def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None:
+def show(record: Mapping[str, Any], summary: Mapping[str, Any], out: Path) -> None:
     """Print the result on standard output, in at most 60 columns except for paths and commands."""
     from rich.console import Console
 
@@ -155,29 +155,29 @@ def show(record: Mapping[str, Any], found: Mapping[str, Any], out: Path) -> None
         console.print(line, soft_wrap=True)
 
     say(f"{record['parameters']:,} parameters, {record['bytes'] / 2**20:.1f} MiB in {out}")
-    curve: Curve = [(int(step), float(value)) for step, value in found["curve"]]
-    if found["predicted"]:
+    curve: Curve = [(int(step), float(value)) for step, value in summary["curve"]]
+    if summary["predicted"]:
         say(f"\nPredicted from {record['measured']['held-out answers']} held-out answers:")
-        console.print(_table(found["predicted"]))
+        console.print(_table(summary["predicted"]))
     if own := record["measured"].get("own prompts"):
-        say(f"On {own['held-out answers']} prompts of your own: "
-            f"{own['predicted mean acceptance length']['tree']:.2f} tokens per pass (16 nodes)")  # fmt: skip
-    if speedup := _speedup(found["measured"]):
+        say(f"On {own['held-out answers']} prompts of your own: mean acceptance length "
+            f"{own['predicted mean acceptance length']['tree']:.2f} (16 nodes)")  # fmt: skip
+    if speedup := _speedup(summary["measured"]):
         say(f"\nMeasured, one prompt at a time:\n{speedup}")
-    show_quality(found["quality"], console)
+    show_quality(summary["quality"], console)
     if curve:
-        say("\nHeld-out tokens per pass (16 nodes) by step:")
+        say("\nHeld-out mean acceptance length (16 nodes) by step:")
         say(f"{sparkline([value for _, value in curve])}  {curve[0][1]:.2f} at step {curve[0][0]:,}, "
             f"{curve[-1][1]:.2f} at step {curve[-1][0]:,}")  # fmt: skip
     if sentence := _stopped(record["training"]):
         say(f"\n{sentence}")
-    if found["seconds_per_100k"]:
-        say(f"\nAt this rate, 100,000 answer tokens take {clock(found['seconds_per_100k'])} an epoch.")
-    for sentence in found["next"]:
+    if summary["seconds_per_100k"]:
+        say(f"\nAt this rate, 100,000 answer tokens take {clock(summary['seconds_per_100k'])} an epoch.")
+    for sentence in summary["next"]:
         console.print(f"Next: {sentence}", width=min(console.width, 80))
-    say(f"\nUse it: {found['command']}")
-    if found["bench"]:
-        say(f"Test it: {found['bench']}")
+    say(f"\nUse it: {summary['command']}")
+    if summary["bench"]:
+        say(f"Test it: {summary['bench']}")
 
 
 def show_lora(record: Mapping[str, Any], decoded: Mapping[str, Decoded], out: Path, model: str) -> None:
@@ -218,11 +218,11 @@ def show_quality(rows: Sequence[Mapping[str, Any]], console: Any) -> None:
 
 
 def _stopped(training: Mapping[str, Any]) -> str:
-    """What early stopping did; empty without it."""
+    """The effect of early stopping in words; empty without it."""
     if "early_stopping" not in training:
         return ""
     best = training["early_stopping"]
-    kept = f"The weights of step {best['kept_step']:,} are kept ({best['held_out']:.2f} tokens per pass)."
+    kept = f"The weights of step {best['kept_step']:,} are kept (mean acceptance length {best['held_out']:.2f})."
     if training["steps"] == training["planned_steps"]:
         return kept
     stopped = f"Stopped at step {training['steps']:,} of {training['planned_steps']:,}"
@@ -244,7 +244,7 @@ def _table(rows: Rows) -> Any:
     timed = any("tokens_per_second" in row for row in rows.values())
     best = max(rows, key=lambda spec: rows[spec].get("tokens_per_second", 0.0)) if timed else None
     table = Table("draft", box=None, pad_edge=False)
-    table.add_column("tokens/pass", justify="right")
+    table.add_column("mean acceptance\nlength", justify="right")
     if timed:
         table.add_column("tokens/s here", justify="right")
         table.add_column("")

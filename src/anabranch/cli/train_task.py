@@ -27,7 +27,7 @@ Timing = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """Which rows to take of which application, and how they become prompts."""
+    """The rows of an application to learn from, and the form of their prompts."""
 
     task: Annotated[
         str | None,

@@ -74,10 +74,10 @@ class Batch:
         """
         if parts == 1:
             return [self]
-        found = []
+        batches = []
         for first in range(min(parts, self.size)):
             rows = slice(first, None, parts)
             lengths_B = self.lengths_B[rows]
             tokens_BT = self.tokens_BT[rows, : int(lengths_B.max())]
-            found.append(Batch(tokens_BT, lengths_B, self.starts_B[rows], self.names[rows], self.scored_BT))
-        return found
+            batches.append(Batch(tokens_BT, lengths_B, self.starts_B[rows], self.names[rows], self.scored_BT))
+        return batches

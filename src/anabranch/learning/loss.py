@@ -180,7 +180,7 @@ class DistillationLoss(torch.autograd.Function):
 
 
 def hits(words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, top: int) -> tuple[int, int]:
-    """How many of the tokens (rows of ``words``) have the highest score, and how many one of the ``top`` highest."""
+    """Count the tokens (rows of ``words``) with the highest score, and those with one of the ``top`` highest."""
     first = among = 0
     for start in range(0, len(tokens_M), RANKED):
         part = slice(start, start + RANKED)

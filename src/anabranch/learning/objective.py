@@ -43,7 +43,7 @@ class Scores:
 
 
 class Objective(Protocol[F]):
-    """How a method's module learns from a frozen target; ``F`` is the result of the target's pass.
+    """The training objective of a method's module; ``F`` is the result of the target's pass.
 
     predictor   what makes a position's predictions, for logs and cards (such as "head")
     predictors  number of predictors at each position
@@ -64,7 +64,7 @@ class Objective(Protocol[F]):
         """The batch in parts, so that peak memory does not grow with the length of the text."""
 
     def predictions(self, batch: Batch) -> float:
-        """What a batch's loss is divided by: the number of its predictions."""
+        """The number of a batch's predictions, by which its loss is divided."""
 
     def loss(self, batch: Batch, frozen: F, segment: Segment) -> Scores:
         """The loss of one segment."""

@@ -23,7 +23,7 @@ _RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
 
 @contextmanager
 def recomputing(on: bool) -> Iterator[None]:
-    """Whether layers that run inside the block with ``through`` are computed again for their gradients."""
+    """Compute layers that run inside the block with ``through`` again for their gradients, if ``on``."""
     before = _RECOMPUTES.set(on)
     try:
         yield

@@ -53,7 +53,7 @@ class Replay:
 
 @dataclass
 class Accuracy:
-    """How often the text's token is a predictor's best, or one of its ``top`` best, given the true path to it."""
+    """Counts of predictions that rank the text's token first, or among the ``top`` first, given the true path to it."""
 
     top: int
     first_S: Tensor
@@ -72,14 +72,14 @@ class Accuracy:
 
 
 def matched(tree: DraftTree, wanted: Sequence[int]) -> int:
-    """How many of the ``wanted`` tokens are a path of the tree, from the root on."""
-    node, found = 0, 0
-    while found < len(wanted):
-        child = next((c for c in tree.children(node) if tree.tokens[c] == wanted[found]), None)
+    """Count the ``wanted`` tokens that are a path of the tree, from the root on."""
+    node, length = 0, 0
+    while length < len(wanted):
+        child = next((c for c in tree.children(node) if tree.tokens[c] == wanted[length]), None)
         if child is None:
             break
-        node, found = int(child), found + 1
-    return found
+        node, length = int(child), length + 1
+    return length
 
 
 def walk(total: Replay, group: Sequence[Example], propose: Propose) -> None:
@@ -91,12 +91,12 @@ def walk(total: Replay, group: Sequence[Example], propose: Propose) -> None:
     while active := [b for b in range(len(group)) if at[b] + 2 < len(texts[b])]:
         for b, tree in zip(active, propose(active, [at[b] for b in active]), strict=True):
             wanted = texts[b][at[b] + 2 :]
-            found = matched(tree, wanted)
+            accepted = matched(tree, wanted)
             total.steps += 1
-            total.accepted[found] = total.accepted.get(found, 0) + 1
+            total.accepted[accepted] = total.accepted.get(accepted, 0) + 1
             seen, steps = total.by_source.get(group[b].source, (0, 0))
-            total.by_source[group[b].source] = (seen + min(found + 1, len(wanted)), steps + 1)
-            at[b] += found + 1
+            total.by_source[group[b].source] = (seen + min(accepted + 1, len(wanted)), steps + 1)
+            at[b] += accepted + 1
 
 
 def evaluation(totals: dict[str, Replay], accuracy: Accuracy, depth: int) -> dict[str, Any]:

@@ -62,31 +62,31 @@ class LayerTuning(SideTerms, nn.Module):
     def added(self, part: str, linear: nn.Module, x: Tensor, *, fixed: bool = False) -> Tensor:
         """The output of a linear layer with its modules' terms; ``fixed``: the terms get no gradients from it."""
         y: Tensor = linear(x)
-        found = self.parts[part]
-        if not found:
+        terms = self.parts[part]
+        if not terms:
             return y
         _, rows = widths(self.model, part)
-        if sum(place.outputs for _, place, _ in found) == rows:
-            return y + torch.cat([scale * self._made(key)(x, fixed=fixed) for key, _, scale in found], dim=-1)
+        if sum(place.outputs for _, place, _ in terms) == rows:
+            return y + torch.cat([scale * self._made(key)(x, fixed=fixed) for key, _, scale in terms], dim=-1)
         whole = y.clone()
-        for key, place, scale in found:
+        for key, place, scale in terms:
             whole[..., place.rows] += scale * self._made(key)(x, fixed=fixed)
         return whole
 
     def merge(self, block: Block) -> None:
         """Add the terms to a block's weights: module by module, as loading them as a LoRA does, to the same bits."""
         with torch.no_grad():
-            for part, found in self.parts.items():
+            for part, terms in self.parts.items():
                 weight = block.get_submodule(part).weight
                 assert isinstance(weight, Tensor)
-                for key, place, scale in found:
+                for key, place, scale in terms:
                     made = self._made(key)
                     weight[place.rows] = Term(made.down, made.up, scale).merged(weight[place.rows])
 
     def _made(self, key: str) -> LowRank:
-        found = self.terms[key]
-        assert isinstance(found, LowRank)
-        return found
+        term = self.terms[key]
+        assert isinstance(term, LowRank)
+        return term
 
 
 def _key(name: str, layer: int) -> str:

@@ -110,8 +110,8 @@ class TextPass:
         """One layer with the terms ``side``; ``attend`` takes the place of ``self.attend``."""
         block = self.target.blocks[index]
         if attend is not None:
-            found: Tensor = block(x_BTD, *self.rotations, attend, side)
-            return found
+            result: Tensor = block(x_BTD, *self.rotations, attend, side)
+            return result
 
         def whole(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             own: list[Tensor] = []

@@ -36,26 +36,26 @@ def before(
 
     parameters  the trained ones; 0: they start from trained weights, so any data will do
     """
-    found = []
+    sentences = []
     if (options.warmup or 0) > WARMUP * steps:
-        found.append(
+        sentences.append(
             f"the warmup of {options.warmup} steps is more than {WARMUP:.0%} of the {steps} steps of this training; "
             f"give more completions or --epochs, or --warmup {steps // 10}"
         )
     tokens = sum(len(example.answer_ids) for example in examples)
     if tokens * PER_TOKEN < parameters:
-        found.append(
+        sentences.append(
             f"{tokens:,} completion tokens are few for {parameters:,} parameters: at least one token per {PER_TOKEN} "
             f"parameters is known to work, here {math.ceil(parameters / PER_TOKEN):,}; give more completions, or train "
             "a smaller adapter (see the options for its ranks and widths)"
         )
     cut = sum(len(example) >= max_tokens for example in examples)
     if 2 * cut > len(examples) and any(example.id != "" for example in examples):  # plain text is always cut
-        found.append(
+        sentences.append(
             f"{cut:,} of {len(examples):,} examples are cut at {max_tokens} tokens, so the ends of completions are not "
             "learned; raise --max-tokens"
         )
-    return found
+    return sentences
 
 
 def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> Curve:
@@ -83,10 +83,10 @@ class Watch:
     def see(self, log: Log, progress: Progress) -> list[str]:
         """The new warnings after ``progress``, given the run's earlier ``log``."""
         curve = curve_of(log, progress.evaluation, progress.step)
-        found = {"falls": _falls(curve), "stalls": ""}
+        sentences = {"falls": _falls(curve), "stalls": ""}
         if len(curve) >= 2 or not self.held_out:
-            found["stalls"] = _stalls(log, progress.steps, curve)
-        new = {name: sentence for name, sentence in found.items() if sentence and name not in self.said}
+            sentences["stalls"] = _stalls(log, progress.steps, curve)
+        new = {name: sentence for name, sentence in sentences.items() if sentence and name not in self.said}
         self.said.update(new)
         return list(new.values())
 
@@ -98,7 +98,7 @@ def _falls(curve: Curve) -> str:
     if curve[-1][1] >= (1 - FALL) * best:
         return ""
     return (
-        f"held-out acceptance fell from {best:.2f} tokens per pass at step {step} to {curve[-1][1]:.2f} at step "
+        f"held-out mean acceptance length fell from {best:.2f} at step {step} to {curve[-1][1]:.2f} at step "
         f"{curve[-1][0]}: the adapter overfits; stop, and give more completions, fewer --epochs or a lower --lr"
     )
 
@@ -132,31 +132,31 @@ def next_steps(
     held_out_accuracy: float | None = None,
     speeds: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """What to try next, one sentence each, from the curve of held-out acceptance.
+    """Advise on the next training, one sentence each, from the curve of held-out acceptance.
 
     accuracy, held_out_accuracy  of the first predictor on the training text (the last steps) and on held-out examples
     speeds                       predicted tokens/s by drafter, plain decoding as "none"
     """
-    found = []
+    sentences = []
     if len(curve) < 3:
-        found.append("fewer than three evaluations show no trend; hold examples out and train longer")
+        sentences.append("fewer than three evaluations show no trend; hold examples out and train longer")
     else:
         last_step, last = curve[-1]
         best_step, best = max(curve, key=lambda point: point[1])
         earlier = next(value for step, value in reversed(curve) if step <= last_step * 2 / 3 or step == curve[0][0])
         ahead = None not in (accuracy, held_out_accuracy) and float(accuracy or 0) - float(held_out_accuracy or 0)
         if last < (1 - FALL) * best:
-            found.append(
+            sentences.append(
                 f"falling since step {best_step} (best {best:.2f}): fewer epochs, more completions, or a lower --lr"
             )
         elif last > (1 + CHANGE) * earlier:
             more = "new completions" if ahead and ahead > AHEAD else "more epochs or more completions"
-            found.append(f"still rising ({last - earlier:+.2f} in the last third): {more}")
+            sentences.append(f"still rising ({last - earlier:+.2f} in the last third): {more}")
         else:
-            found.append("flat in the last third: a larger adapter; more layers first, then higher ranks")
+            sentences.append("flat in the last third: a larger adapter; more layers first, then higher ranks")
     if speeds and max(speeds, key=lambda name: speeds[name]) == "none":
-        found.append("plain decoding is predicted to be faster here: more tokens per pass are needed first")
-    return found
+        sentences.append("plain decoding is predicted to be faster here: raise the mean acceptance length first")
+    return sentences
 
 
 def scaling_of(curve: Curve, training: Mapping[str, Any]) -> Scaling | None:
@@ -174,11 +174,11 @@ def scaling_of(curve: Curve, training: Mapping[str, Any]) -> Scaling | None:
 
 
 def more_data(scaling: Scaling) -> str:
-    """What twice the data is predicted to bring, and up to which amount that is worth it."""
+    """State the predicted gain of twice the data, and the amount up to which doubling pays."""
     gain, now = scaling.doubling, scaling.at(scaling.tokens)
-    said = f"twice the data is predicted to bring {gain:+.2f} tokens per pass (fit within {scaling.error:.2f})"
+    said = f"twice the data is predicted to change it by {gain:+.2f} (fit within {scaling.error:.2f})"
     if gain < CHANGE * now:
-        return f"more data no longer pays: {said}"
+        return f"more data no longer raises the mean acceptance length enough: {said}"
     until = scaling.pays_until(CHANGE)
     far = "no end in sight" if until is None else f"up to about {until:,} answer tokens"
-    return f"more data pays, {far}: {said}"
+    return f"more data raises the mean acceptance length, {far}: {said}"

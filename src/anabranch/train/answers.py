@@ -152,7 +152,7 @@ def check_out(out: Path, prompts: Path) -> None:
 
 
 def answer_settings(target: Target, max_new_tokens: int, sampling: SamplingParams) -> dict[str, Any]:
-    """What the settings file of completions says."""
+    """The content of the settings file of completions."""
     described = asdict(replace(sampling, processors=()))
     described.pop("processors")
     return {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described}
@@ -264,8 +264,8 @@ def _ordered(prompts: Sequence[EncodedPrompt], chunk: int) -> Iterator[EncodedPr
 
 def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
     """The prompts that a file has completions of, by id. Raises FileError for other files; does not change the file."""
-    found = records(out, _check, "a completion with id, prompt_ids and answer_ids")
-    return {record["id"]: tuple(record["prompt_ids"]) for record in found}
+    completions = records(out, _check, "a completion with id, prompt_ids and answer_ids")
+    return {record["id"]: tuple(record["prompt_ids"]) for record in completions}
 
 
 def _check(record: Any) -> None:

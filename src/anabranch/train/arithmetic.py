@@ -1,4 +1,4 @@
-"""What a training computes in: the target's own type, float32 where this processor multiplies that faster, or int8.
+"""The arithmetic of a training: the target's own type, float32 where this processor multiplies that faster, or int8.
 
 oneDNN's products in bf16 are faster than in float32 on some processors (those with AMX, for example) and slower on
 others. The weights are the same either way, and float32 rounds less.

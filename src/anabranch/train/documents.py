@@ -83,11 +83,11 @@ def _batch(tokenizer: Any, texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:
     if not texts:
         return
     if not getattr(tokenizer, "is_fast", False):
-        found = [encode(tokenizer, text, add_special_tokens=False) for text in texts]
+        encoded = [encode(tokenizer, text, add_special_tokens=False) for text in texts]
     else:
         with foreign_errors(lambda why: InputError(f"the tokenizer does not take this text ({why}); give another")):
-            found = tokenizer(
+            encoded = tokenizer(
                 list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
             )["input_ids"]
-    for ids in found:
+    for ids in encoded:
         yield np.array(ids, np.int64)

@@ -22,7 +22,7 @@ def draw_curves(log: Sequence[Mapping[str, Any]], curve: Curve, path: Path) -> N
             steps, lengths = zip(*curve, strict=True)
             above.plot(steps, lengths, color=BLUE, marker="o")
         above.axhline(1.0, color=GREY, linestyle=":", label="plain decoding")
-        above.set(ylabel="tokens per pass")
+        above.set(ylabel="mean acceptance length")
         above.set_title("Held-out completions (predicted)")
         above.legend()
         below.plot([line["step"] for line in log], [line["loss"] for line in log], color=RED)

@@ -44,7 +44,7 @@ OWN = "own prompts"  # name of the evaluation on the user's prompts
 
 
 class RunOptions(TypedDict, total=False):
-    """How a training runs.
+    """Options of a training run, apart from its recipe.
 
     report      receives the progress of each step
     resume      continue the run in the folder, if there is one
@@ -76,12 +76,12 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained.
+    """A module to train.
 
     name       of the method, which a run in a folder belongs to
     make       training examples -> the module with its initial weights, and what the record says of them, if anything
     objective  as ``Trained.objective``
-    packs      whether passes without gradients are worth a packed copy of the target
+    packs      whether the training runs the frozen target often, so that a packed copy of it pays
     """
 
     name: str
@@ -124,7 +124,7 @@ def fit(
     form, sharding = recipe.options.target_format, options.get("shard_target", False)
     dtype = target.decoder.dtype
     if not (sharding or form == "nf4"):
-        dtype = processes.tell(chosen_dtype(target.decoder, form, read_checkpoint(run) if resume else None))
+        dtype = processes.broadcast(chosen_dtype(target.decoder, form, read_checkpoint(run) if resume else None))
     learner, frozen = _decoders(target, recipe, dtype, processes if sharding else None, packs=subject.packs)
     objective = subject.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": subject.name, "target": target.fingerprint[:12]}
@@ -251,7 +251,7 @@ def stored_target(target: Target) -> Target:
 
 
 def _stopping(trainer: Trainer) -> dict[str, Any]:
-    """How early stopping ended a run, for its record; empty without it."""
+    """The result of early stopping, for the record; empty without it."""
     if not trainer.best.patience:
         return {}
     best = trainer.best

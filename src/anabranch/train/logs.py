@@ -55,10 +55,10 @@ def _summary_writer() -> Any:
 
 def scalars(line: Line) -> dict[str, float]:
     """The numbers of a log line by name: loss, accuracy by predictor, speed, and held-out lengths where evaluated."""
-    found = {"loss": line["loss"], "positions_per_second": line["positions_per_second"]}
-    found |= {f"accuracy_{n}": share for n, share in enumerate(line["accuracy"], 1)}
+    numbers = {"loss": line["loss"], "positions_per_second": line["positions_per_second"]}
+    numbers |= {f"accuracy_{n}": share for n, share in enumerate(line["accuracy"], 1)}
     evaluation = line["evaluation"] or {}
-    return found | {f"held_out_{name}": value for name, value in evaluation.items() if isinstance(value, float)}
+    return numbers | {f"held_out_{name}": value for name, value in evaluation.items() if isinstance(value, float)}
 
 
 class _CsvLog:

@@ -1,4 +1,4 @@
-"""Where a model starts to write a prompt of its own: the open user turn of its chat template, or its start token.
+"""The beginning from which a model writes its own prompt: the open user turn of its template, or its start token.
 
 An instruction-tuned model continues the beginning of a user's turn with a request (Magpie, Xu et al. 2024). The turn is
 found in the text of the template, whatever its syntax: a conversation with a placeholder is rendered and cut there.
@@ -43,7 +43,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def open_turn(target: Target) -> OpenTurn:
-    """Where ``target`` writes a prompt. Raises CapabilityError without a usable template or a start token."""
+    """The beginning of a prompt by ``target``. Raises CapabilityError without a usable template or a start token."""
     tokenizer, stops = target.tokenizer, frozenset(target.config.eos_token_ids)
     if not getattr(tokenizer, "chat_template", None):
         return OpenTurn((_start(target),), False, stops)

@@ -31,7 +31,7 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run is to stop."""
+        """True if the run is to stop."""
         return 0 < self.patience <= self.waited
 
     def see(self, step: int, evaluation: Mapping[str, Any], module: nn.Module) -> None:

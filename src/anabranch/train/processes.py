@@ -40,7 +40,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process evaluates, prints and writes files."""
+        """True in the process that evaluates, prints and writes files."""
         return self.rank == 0
 
     def add(self, x: Tensor) -> Tensor:
@@ -50,14 +50,14 @@ class Processes:
                 dist.all_reduce(x)
         return x
 
-    def tell(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The first process's ``value``."""
         if self.count == 1:
             return value
-        told = [value]
+        values = [value]
         with _connected():
-            dist.broadcast_object_list(told, src=0)
-        return told[0]
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def shard(self, target: Decoder) -> None:
         """Keep this process's part of the weights of each layer only, in place (FSDP2).

@@ -1,4 +1,4 @@
-"""How held-out acceptance grows with the amount of training data: L(n) = a - b n^-c, fitted to a run's own curve.
+"""Growth of held-out acceptance with the amount of training data: L(n) = a - b n^-c, fitted to a run's own curve.
 
 The curve is that of one run: acceptance on held-out examples after n answer tokens, none of which was seen before. Its
 learning rate falls over the run, which raises the last points, so the predicted gain is rather too high than too low.
@@ -39,7 +39,7 @@ class Scaling:
 
     @property
     def doubling(self) -> float:
-        """The predicted gain of twice the data, in tokens a pass."""
+        """Predicted gain in mean acceptance length from twice the data."""
         return self.at(2 * self.tokens) - self.at(self.tokens)
 
     def pays_until(self, share: float) -> int | None:

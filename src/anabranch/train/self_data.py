@@ -31,7 +31,7 @@ FIRST_ROUND = 4  # prompts a row in the first round
 
 @dataclass(frozen=True)
 class SelfData:
-    """What to write.
+    """Amount and form of the data to write.
 
     tokens          answer tokens in total
     rows            sequences decoded at a time
@@ -54,7 +54,7 @@ class SelfData:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How answers are decoded. Raises InputError for a temperature below 0."""
+        """The sampling of answers. Raises InputError for a temperature below 0."""
         return SamplingParams(temperature=self.temperature, seed=self.seed if self.temperature else 0)
 
 
@@ -121,7 +121,7 @@ def write_self_data(
 
 
 def _needed(plan: SelfData, clock: _Clock) -> int:
-    """How many prompts there should be, so that their answers have as many tokens as are wanted."""
+    """Estimate the number of prompts whose answers have as many tokens as are wanted."""
     first = FIRST_ROUND * plan.rows
     if not clock.answers:
         return min(first, math.ceil(plan.tokens / plan.max_new_tokens))  # so few are certainly needed
@@ -143,11 +143,11 @@ class _Clock:
     def __init__(self, wanted: int, report: Callable[[DataProgress], None]) -> None:
         self.wanted, self.report = wanted, report
         self.tokens = self.answers = 0
-        self.found: Any = None
+        self.prompts: Any = None
         self.began = time.monotonic()
 
     def begin(self, tokens: int, answers: int) -> None:
-        """What an earlier run wrote."""
+        """Start from the counts of an earlier run."""
         self.tokens = self.first = tokens
         self.answers = answers
 
@@ -157,7 +157,7 @@ class _Clock:
 
     def prompts_written(self, now: PromptProgress) -> None:
         """After a prompt."""
-        self.found = now
+        self.prompts = now
         self._say("prompts", self.tokens, self.answers, now.tokens_per_second)
 
     def answers_written(self, answers: int, tokens: int, speed: float) -> None:
@@ -165,16 +165,16 @@ class _Clock:
         self._say("answers", self.tokens + tokens, answers, speed)
 
     def _say(self, stage: str, tokens: int, answers: int, speed: float) -> None:
-        found: PromptProgress = self.found or PromptProgress(answers, answers, answers, {}, 0, 0.0, 0.0)
+        prompts: PromptProgress = self.prompts or PromptProgress(answers, answers, answers, {}, 0, 0.0, 0.0)
         self.report(
             DataProgress(
                 stage,
                 tokens,
                 self.wanted,
                 answers,
-                found.kept,
-                found.sampled,
-                found.dropped,
+                prompts.kept,
+                prompts.sampled,
+                prompts.dropped,
                 speed,
                 self._left(tokens),
             )

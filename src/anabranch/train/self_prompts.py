@@ -32,7 +32,7 @@ from anabranch.train.appended import agree, append, begin, records
 from anabranch.train.open_turn import OpenTurn, open_turn, special_ids
 from anabranch.train.sieve import REASONS, Sieve
 
-__all__ = ["SOURCE", "PromptProgress", "check_prompts", "told", "write_prompts"]
+__all__ = ["SOURCE", "PromptProgress", "check_prompts", "in_words", "write_prompts"]
 
 SOURCE = "self-written"
 WHAT = "a prompt that the model wrote, with id and prompt"
@@ -165,7 +165,7 @@ class _Written:
         if len(self.ids) >= SAMPLES and self.kept < LEAST * len(self.ids):
             raise CapabilityError(
                 f"only {self.kept} of {len(self.ids)} prompts that {self.target.name} wrote are usable "
-                f"({told(self.dropped)}); give prompts (--prompts)"
+                f"({in_words(self.dropped)}); give prompts (--prompts)"
             )
 
     def progress(self) -> PromptProgress:
@@ -176,7 +176,7 @@ class _Written:
         return PromptProgress(self.kept, self.wanted, len(self.ids), dict(self.dropped), self.tokens, speed, left)
 
 
-def told(dropped: Mapping[str, int]) -> str:
+def in_words(dropped: Mapping[str, int]) -> str:
     """The counts of dropped prompts in words: "310 cut, 12 duplicate"."""
     return ", ".join(f"{dropped[reason]:,} {reason}" for reason in REASONS if dropped.get(reason)) or "none dropped"
 

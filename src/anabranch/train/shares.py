@@ -1,4 +1,4 @@
-"""What a process computes of a step's batch: parts of its rows, and their segments."""
+"""Split a step's batch between processes: parts of its rows, and their segments."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def shares(batch: Batch, segments: Segments, processes: Processes, accumulate: i
     parts = batch.split(processes.count * accumulate)
     if not processes.sharded:
         return [Share(part) for part in parts[processes.rank :: processes.count]]
-    found = []
+    made = []
     for first in range(0, len(parts), processes.count):
         together = parts[first : first + processes.count]
         counts = [sum(1 for _ in segments(part)) for part in together]
         most = max(counts)
         longest = together[counts.index(most)]
         mine = processes.rank < len(together) and counts[processes.rank] > 0
-        found.append(Share(together[processes.rank] if mine else longest, mine, most))
-    return found
+        made.append(Share(together[processes.rank] if mine else longest, mine, most))
+    return made

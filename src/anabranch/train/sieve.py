@@ -1,4 +1,4 @@
-"""Which of a model's own prompts are worth an answer: complete, not degenerate, and unlike the others.
+"""Filter a model's own prompts: keep those that are complete, not degenerate, and unlike the others.
 
 Similarity is judged on the characters of a text without spaces, so that it works for languages that do not put spaces
 between words. Two texts are near-duplicates if their sets of 5-character pieces A and B have |A and B| / |A or B| of
@@ -73,7 +73,7 @@ class Sieve:
         self._remember(letters.encode(), self._signature(letters))
 
     def _marked(self, text: str) -> bool:
-        """Whether the text would be read with special tokens in it, such as the end of a turn."""
+        """True if the text would be read with special tokens in it, such as the end of a turn."""
         try:
             return not self._special.isdisjoint(encode(self._tokenizer, text, add_special_tokens=False))
         except InputError:

@@ -38,7 +38,7 @@ def start_folder(init: str | Path | None, recipe: Recipe, method: Method, target
     init  a folder, the name of a shipped adapter, "default" for the one that ships for the target, "none"; None: what
           the recipe says
 
-    Raises AdapterError where no adapter of the method ships for the target, and one was asked for.
+    Raises AdapterError where no adapter of the method ships for the target, and one is required.
     """
     if (init is None and not recipe.init) or str(init) == FRESH:
         return None

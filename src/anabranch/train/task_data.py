@@ -48,17 +48,17 @@ class TaskData:
 
         Warns if the data are for non-commercial use only. Raises InputError or FileError.
         """
-        found = replace(find_task(text, template=template, completion=completion), metrics=())  # it scores nothing
-        rows = training_rows(found, data)
+        task = replace(find_task(text, template=template, completion=completion), metrics=())  # it scores nothing
+        rows = training_rows(task, data)
         drawn = replace(rows, train=sample(rows.train, limit))
-        if not found.commercial:
+        if not task.commercial:
             warnings.warn(
-                f"the data of {found.name} may not be used commercially ({found.licence}), and neither may what is "
+                f"the data of {task.name} may not be used commercially ({task.licence}), and neither may what is "
                 "trained on them; do not release it",
                 TrainingWarning,
                 stacklevel=2,
             )
-        return TaskData(found, drawn, len(rows.train), raw)
+        return TaskData(task, drawn, len(rows.train), raw)
 
     def examples(self, target: Target, recipe: Recipe) -> tuple[list[Example], list[Example]]:
         """The examples to train on, and as many to evaluate on as the recipe holds out, from the split validation.
@@ -84,26 +84,26 @@ class TaskData:
     def _of(self, row: TaskRow, target: Target, longest: int, dropped: Counter[str]) -> list[Example]:
         """The examples of a row, one for each reference; ``dropped`` counts those that are left out."""
         prompt = tuple(self._prompt(row, target.tokenizer))
-        found = []
+        examples = []
         for reference in row.references:
             completion = [*encode(target.tokenizer, reference, add_special_tokens=False), *_end(target)]
             if reason := left_out(len(prompt), len(completion), longest):
                 dropped[reason] += 1
                 continue
-            found.append(Example(prompt, tuple(completion[: longest - len(prompt)]), self.task.name, row.name))
-        return found
+            examples.append(Example(prompt, tuple(completion[: longest - len(prompt)]), self.task.name, row.name))
+        return examples
 
     def _prompt(self, row: TaskRow, tokenizer: Any) -> list[int]:
         return chat_ids(tokenizer, row.chat, raw=self.raw)
 
     def prompts(self, tokenizer: Any) -> list[EncodedPrompt]:
         """The prompts of the rows to train on, for the target to complete. Raises FileError for equal ids."""
-        found: dict[str, EncodedPrompt] = {}
+        prompts: dict[str, EncodedPrompt] = {}
         for row in self.rows.train:
-            if row.name in found:
+            if row.name in prompts:
                 raise FileError(f"two rows of the task {self.task.name} have the id {row.name!r}; ids must be unique")
-            found[row.name] = EncodedPrompt(row.name, self.task.name, tuple(self._prompt(row, tokenizer)))
-        return list(found.values())
+            prompts[row.name] = EncodedPrompt(row.name, self.task.name, tuple(self._prompt(row, tokenizer)))
+        return list(prompts.values())
 
     @property
     def licences(self) -> dict[str, str]:
@@ -127,7 +127,7 @@ class TaskData:
             "commercial": self.task.commercial,
         }
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The splits in a line."""
         rows = self.rows
         drawn = f" of {self.of:,}" if self.of > len(rows.train) else ""

@@ -244,7 +244,7 @@ class Trainer:
 
     @property
     def evaluating(self) -> bool:
-        """Whether this process evaluates: the first one, or all where a pass needs the weights of all."""
+        """True in the first process, or in all where a pass needs the weights of all."""
         return self.processes.first or self.processes.sharded
 
     def _train(self, report: Callable[[Progress], None], logs: Logs | None) -> None:
@@ -280,13 +280,13 @@ class Trainer:
     def _evaluate_now(self) -> dict[str, Any]:
         """Evaluate on the first held-out examples, and keep the weights if they are the best so far."""
         evaluation = self.evaluate(self.options.evaluate_rows) if self.evaluating else {}
-        evaluation = self.processes.tell(evaluation)
+        evaluation = self.processes.broadcast(evaluation)
         with shielded():
             self.best.see(self.done, evaluation, self.module)
         return evaluation
 
     def _evaluates(self) -> bool:
-        """Whether an evaluation on the first held-out examples follows the last step."""
+        """True if an evaluation on the first held-out examples follows the last step."""
         if not self.held_out or self.done < self.steps:
             return bool(self.held_out) and self.done % self.evaluate_every == 0
         # otherwise the final evaluation has the same examples; the best weights are chosen before it
@@ -303,37 +303,37 @@ class Trainer:
 
     def _restore(self, resume: bool) -> None:
         mine = (self._digest, self._began)
-        differs = torch.tensor([float(self.processes.tell(mine) != mine)])
+        differs = torch.tensor([float(self.processes.broadcast(mine) != mine)])
         if float(self.processes.add(differs)):
             raise InputError(
                 "the processes have other examples or initial weights; give all the same files and options"
             )
-        found = read_checkpoint(self.folder) if resume else None
-        if found is None:
+        stored = read_checkpoint(self.folder) if resume else None
+        if stored is None:
             if self.processes.first:
                 drop_run(self.folder)
             return
-        self._agree(found)
+        self._agree(stored)
         load_checkpoint(self.folder, self.module, self.optimizer)
-        self.best = Best.restored(self.options.patience, found.get("best"), load_weights(self.folder, BEST))
-        self.done, self.seconds = int(found["step"]), float(found.get("seconds", 0.0))
-        if "right" in found:
-            self._right, self._count = torch.tensor(found["right"]), torch.tensor(found["count"])
+        self.best = Best.restored(self.options.patience, stored.get("best"), load_weights(self.folder, BEST))
+        self.done, self.seconds = int(stored["step"]), float(stored.get("seconds", 0.0))
+        if "right" in stored:
+            self._right, self._count = torch.tensor(stored["right"]), torch.tensor(stored["count"])
         if self.processes.first:
             trim_log(self.folder, self.done)
 
-    def _agree(self, found: Mapping[str, Any]) -> None:
+    def _agree(self, stored: Mapping[str, Any]) -> None:
         """Raise FileError, naming the differences, if a stored run was started differently."""
         for name in _WHOSE:
-            if found.get("plan", {}).get(name, self.plan.get(name)) != self.plan.get(name):
+            if stored.get("plan", {}).get(name, self.plan.get(name)) != self.plan.get(name):
                 raise FileError(
-                    f"the run in {self.folder} belongs to another {name} ({found['plan'][name]}, now "
+                    f"the run in {self.folder} belongs to another {name} ({stored['plan'][name]}, now "
                     f"{self.plan.get(name)}); give another folder, or start over with --no-resume"
                 )
         identity = self._identity()
-        other = [name for part in ("config", "options", "loss") for name in _other(found.get(part), identity[part])]
-        if made := [name for name in _MADE if found.get(name, identity[name]) != identity[name]]:
-            other += _other(found.get("plan"), self.plan)
+        other = [name for part in ("config", "options", "loss") for name in _other(stored.get(part), identity[part])]
+        if made := [name for name in _MADE if stored.get(name, identity[name]) != identity[name]]:
+            other += _other(stored.get("plan"), self.plan)
         if made and not other:
             other = [f"other {made[0]} ({_MADE[made[0]]})"]
         if other:
@@ -343,7 +343,7 @@ class Trainer:
             )
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal to resume a run."""
+        """The settings and data that must be equal to resume a run."""
         parts = {
             "config": self.module.config.to_dict(),
             "options": asdict(self.options),
@@ -377,10 +377,10 @@ def _other(stored: Any, wanted: Mapping[str, Any]) -> list[str]:
 def _parameter_groups(module: Trainable) -> list[dict[str, Any]]:
     """The parameters for the optimizer, by the multiple of the learning rate that they have."""
     rates = module.rates()
-    found: dict[float, list[nn.Parameter]] = {1.0: []}
+    groups: dict[float, list[nn.Parameter]] = {1.0: []}
     for name, parameter in module.named_parameters():
-        found.setdefault(rates.get(name, 1.0), []).append(parameter)
-    return [{"params": parameters, "times": times} for times, parameters in found.items() if parameters]
+        groups.setdefault(rates.get(name, 1.0), []).append(parameter)
+    return [{"params": parameters, "times": times} for times, parameters in groups.items() if parameters]
 
 
 def _weights(module: Trainable) -> str:

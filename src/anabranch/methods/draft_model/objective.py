@@ -75,10 +75,10 @@ class DraftObjective:
             with torch.no_grad():
                 return self.target.logits(hidden_MH[part]).float().softmax(-1)
 
-        found: tuple[Tensor, Tensor] = DistillationLoss.apply(  # type: ignore[no-untyped-call]
+        scores: tuple[Tensor, Tensor] = DistillationLoss.apply(  # type: ignore[no-untyped-call]
             states_MD, self.module.model.head.weight, tokens_M, teacher, self.options.soft
         )
-        loss, right = found
+        loss, right = scores
         return Scores(loss, right.sum().float()[None], torch.tensor([float(len(tokens_M))], device=right.device))
 
     def _scored(self, batch: Batch, segment: Segment) -> tuple[Tensor, Tensor, Tensor, Tensor]:

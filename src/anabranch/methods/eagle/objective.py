@@ -71,8 +71,8 @@ class EagleObjective:
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
         layers = self.module.config.layers
-        found = run_frozen(self.target, batch, frozen=self.frozen, taps=layers)
-        return Frozen(found.hidden_BTD, tuple(found.taps[layer] for layer in layers))
+        states = run_frozen(self.target, batch, frozen=self.frozen, taps=layers)
+        return Frozen(states.hidden_BTD, tuple(states.taps[layer] for layer in layers))
 
     def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
         """A copy with every tensor replaced by ``keep(tensor)``."""
@@ -130,15 +130,15 @@ class EagleObjective:
             known_M = places_M > step  # a draft that deep begins at a position of the head
             features_MD, true = features_BID[rows_M, places_M - 1][known_M], true_MD[known_M]
             weight_M = torch.full((len(true),), options.decay**step, device=total.device)
-            found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+            scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
                 *(self.module.states(features_MD), words.head_VD, words.bias_V, wanted_M[known_M], weight_M),
                 *(true, options.soft, self.target.config.logit_softcap),
             )
-            total = total + options.token * found[0]
+            total = total + options.token * scores[0]
             if options.feature and not frozen.taps:
                 distance = F.smooth_l1_loss(features_MD.float(), true.float(), reduction="none").mean(-1)
                 total = total + options.feature * (distance * weight_M).sum()
-            right[step], count[step] = found[1].sum(), len(true)
+            right[step], count[step] = scores[1].sum(), len(true)
         return Scores(total, right, count)
 
     @torch.inference_mode()

@@ -117,16 +117,16 @@ class HeadObjective:
 
     def heads_loss(self, batch: Batch, read_BTD: Tensor, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of the heads where they read some states [B, T, D]; ``frozen`` are the target's own."""
-        asked = self._asked(batch, read_BTD, segment)
-        states_MKD = self.module.predicted(self.target, asked.states_MD, asked.path_MK)
+        goals = self._goals(batch, read_BTD, segment)
+        states_MKD = self.module.predicted(self.target, goals.states_MD, goals.path_MK)
         words = self.module.vocabularies(self.target, batch.scored_BT)
         if self.module.weights is None:
-            loss, right_MK = self._shared(asked, states_MKD, frozen, words[0])
+            loss, right_MK = self._shared(goals, states_MKD, frozen, words[0])
         else:
-            loss, right_MK = self._own(asked, states_MKD, frozen, words)
-        return Scores(loss, right_MK.sum(0).float(), asked.inside_MK.sum(0).float())
+            loss, right_MK = self._own(goals, states_MKD, frozen, words)
+        return Scores(loss, right_MK.sum(0).float(), goals.inside_MK.sum(0).float())
 
-    def _asked(self, batch: Batch, states_BTD: Tensor, segment: Segment) -> _Predictions:
+    def _goals(self, batch: Batch, states_BTD: Tensor, segment: Segment) -> _Predictions:
         positions_BP, real_BP = segment
         tokens_BT, lengths_B = batch.tokens_BT.to(self.target.device), batch.lengths_B.to(self.target.device)
         rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
@@ -141,45 +141,45 @@ class HeadObjective:
         )
 
     def _shared(
-        self, asked: _Predictions, states_MKD: Tensor, frozen: Tensor, words: Vocabulary
+        self, goals: _Predictions, states_MKD: Tensor, frozen: Tensor, words: Vocabulary
     ) -> tuple[Tensor, Tensor]:
         """The loss of all heads together, scored by the target's head, and which predictions are right [M, K]."""
-        inside, (rows_MK, at_MK) = asked.inside_MK, asked.teacher_at
+        inside, (rows_MK, at_MK) = goals.inside_MK, goals.teacher_at
         weights_K = self.options.decay ** torch.arange(self.predictors, device=inside.device)
         teacher = frozen[rows_MK[inside], at_MK[inside]] if self.options.soft else None
-        found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
             states_MKD[inside],
             words.head_VD,
             words.bias_V,
-            words.place[asked.wanted_MK[inside]],
+            words.place[goals.wanted_MK[inside]],
             weights_K.expand_as(inside)[inside],
             teacher,
             self.options.soft,
             self.target.config.logit_softcap,
         )
         right_MK = torch.zeros_like(inside)
-        right_MK[inside] = found[1]
-        return found[0], right_MK
+        right_MK[inside] = scores[1]
+        return scores[0], right_MK
 
     def _own(
-        self, asked: _Predictions, states_MKD: Tensor, frozen: Tensor, words: Sequence[Vocabulary]
+        self, goals: _Predictions, states_MKD: Tensor, frozen: Tensor, words: Sequence[Vocabulary]
     ) -> tuple[Tensor, Tensor]:
         """The loss of heads with weights of their own; tokens outside the draft vocabulary are left out."""
         cap, ids = self.target.config.logit_softcap, self.module.vocabulary.to(self.target.device)
         with torch.no_grad():
             head_VD = self.target.head_rows(ids)
-        total, right_MK = torch.zeros((), device=ids.device), torch.zeros_like(asked.inside_MK)
+        total, right_MK = torch.zeros((), device=ids.device), torch.zeros_like(goals.inside_MK)
         for k, vocabulary in enumerate(words):
-            place_M = vocabulary.place[asked.wanted_MK[:, k]]
-            inside_M = asked.inside_MK[:, k] & (place_M >= 0)
-            hidden_mD = frozen[asked.teacher_at[0][inside_M, k], asked.teacher_at[1][inside_M, k]]
+            place_M = vocabulary.place[goals.wanted_MK[:, k]]
+            inside_M = goals.inside_MK[:, k] & (place_M >= 0)
+            hidden_mD = frozen[goals.teacher_at[0][inside_M, k], goals.teacher_at[1][inside_M, k]]
 
             def teacher(part: slice, hidden_mD: Tensor = hidden_mD, bias: Tensor | None = vocabulary.bias_V) -> Tensor:
                 with torch.no_grad():
                     z = F.linear(hidden_mD[part].to(head_VD.dtype), head_VD, bias).float()
                     return (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
 
-            found: tuple[Tensor, Tensor] = DistillationLoss.apply(  # type: ignore[no-untyped-call]
+            scores: tuple[Tensor, Tensor] = DistillationLoss.apply(  # type: ignore[no-untyped-call]
                 states_MKD[inside_M, k],
                 vocabulary.head_VD,
                 place_M[inside_M],
@@ -188,8 +188,8 @@ class HeadObjective:
                 vocabulary.bias_V,
                 cap,
             )
-            total = total + self.options.decay**k * found[0]
-            right_MK[inside_M, k] = found[1]
+            total = total + self.options.decay**k * scores[0]
+            right_MK[inside_M, k] = scores[1]
         return total, right_MK
 
     # -- evaluation by replay ----------------------------------------------------------------------------
@@ -207,8 +207,8 @@ class HeadObjective:
         after_BPK = positions_BP[:, :, None] + torch.arange(1, self.predictors + 1, device=positions_BP.device)
         rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None, None]
         path_BPK = tokens_BT[rows, after_BPK.clamp(max=tokens_BT.shape[1] - 1)]
-        found = self.module.predicted(self.target, states_BPSD[:, :, 0].flatten(0, 1), path_BPK.flatten(0, 1))
-        return found.reshape(*positions_BP.shape, *found.shape[1:])
+        predicted = self.module.predicted(self.target, states_BPSD[:, :, 0].flatten(0, 1), path_BPK.flatten(0, 1))
+        return predicted.reshape(*positions_BP.shape, *predicted.shape[1:])
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length and accuracy by head; "tree" is the default tree of 16 nodes."""

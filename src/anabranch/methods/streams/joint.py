@@ -175,9 +175,9 @@ class SharedTarget(TunedTarget):
 
             def look(part: _Part, x_BRD: Tensor) -> Tensor:
                 _, k, v = block.split(side.qkv(block.norm_in(x_BRD), block.qkv), *part.rotations)
-                seen, asked = part.visible(sliding), part.gathered(q)
-                found = main_attention(self.target.config, self.adapter.shape, asked, keys, values, (k, v), seen)
-                return found[part.real_BP]
+                seen, queries = part.visible(sliding), part.gathered(q)
+                attended = main_attention(self.target.config, self.adapter.shape, queries, keys, values, (k, v), seen)
+                return attended[part.real_BP]
 
             for part, x_BRD in zip(parts, streams, strict=True):
                 out = out.index_put(part.places, _again(len(parts) > 1, look, part, x_BRD))
@@ -189,8 +189,8 @@ class SharedTarget(TunedTarget):
 
         def through(part: _Part, x_BRD: Tensor) -> Tensor:
             look = part.looks.of(keys, values, part.visible(sliding))
-            found: Tensor = block(x_BRD, *part.rotations, look, side)
-            return found
+            result: Tensor = block(x_BRD, *part.rotations, look, side)
+            return result
 
         followed = [_again(len(parts) > 1, through, part, x) for part, x in zip(parts, streams, strict=True)]
         return x_BTD, followed
@@ -203,7 +203,7 @@ class SharedTarget(TunedTarget):
 def _again(often: bool, compute: Callable[[_Part, Tensor], Tensor], part: _Part, x_BRD: Tensor) -> Tensor:
     """``compute(part, x_BRD)``, computed again for the gradient if it is one of several parts, or if layers are."""
     if often and torch.is_grad_enabled():
-        found: Tensor = checkpoint(compute, part, x_BRD, use_reentrant=False)
+        result: Tensor = checkpoint(compute, part, x_BRD, use_reentrant=False)
     else:
-        found = through(partial(compute, part), x_BRD)
-    return found
+        result = through(partial(compute, part), x_BRD)
+    return result

@@ -196,10 +196,10 @@ class StreamObjective:
         soft = self.options.soft if teacher is not None else 0.0
         states_TD, taught_M = teacher or (None, None)
         cap = self.target.config.logit_softcap
-        found: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
             states_MD, words.head_VD, words.bias_V, tokens_M, weight_M, states_TD, soft, cap, taught_M
         )
-        return found
+        return scores
 
     def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
         """The loss of one segment: a sum over its predictions."""
