@@ -111,13 +111,16 @@ def test_ranks() -> None:
     assert child_ranks(DraftTree.from_paths(9, [[1], [2]]), (0, 2)) == (1,)
 
 
-def test_impossible_nodes_survive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_probs", [[float("-inf")], None], ids=["impossible", "unknown"])
+def test_probabilities_of_nodes_survive(log_probs: list[float] | None, tmp_path: Path) -> None:
     step = next(iter(record(tmp_path / "run.jsonl", "none", [request(5, seed=1, new=1)])[1]))
-    tree = DraftTree.chain(3, [4], log_probs=[float("-inf")])
+    tree = DraftTree.chain(3, [4], log_probs=log_probs)
     with TraceWriter(tmp_path / "other.jsonl", settings={}) as writer:
         writer.add(Step(0, step.tokens, step.sources, tree, 1, step.verdict, step.timings))
     (found,) = read_trace(tmp_path / "other.jsonl")
-    assert found.tree.log_probs.tolist() == [0.0, float("-inf")]
+    assert (None if found.tree.log_probs is None else found.tree.log_probs.tolist()) == (
+        log_probs and [0.0, *log_probs]
+    )
 
 
 def test_a_cut_off_last_record_is_left_out(tmp_path: Path) -> None:
