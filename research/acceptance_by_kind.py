@@ -72,7 +72,7 @@ def completed(data: Path, limit: int, new: int, seed: int) -> dict[str, list[Exa
 
 
 def decoded(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """By drafter and kind: tokens per target pass, and on how many prompts the tokens are those of plain decoding."""
+    """By drafter and kind: mean acceptance length, and on how many prompts the tokens are those of plain decoding."""
     drafters: list[str] = args.drafter
     counts: dict[str, dict[str, list[int]]] = {drafter: {} for drafter in drafters}
     with anabranch.load(args.model, quantize=args.quantize) as model:
@@ -101,7 +101,7 @@ def decoded(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def lengths(target: Target, adapter: Any, examples: dict[str, list[Example]], nodes: list[int]) -> dict[str, Any]:
-    """By kind: tokens per target pass for trees of each size, and for a chain."""
+    """By kind: mean acceptance length for trees of each size, and for a chain."""
     trained = adapter.method.trained
     decoder = learner_of(target.decoder, "stored", torch.float32)
     recipe, frozen = trained.training.recipe(), packed_copy(target)

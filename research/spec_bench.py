@@ -216,7 +216,7 @@ def ours(answers: Answers, plain: Answers) -> dict[str, Any]:
 
 
 ROWS = {
-    "mean_acceptance_length": "tokens per target pass",
+    "mean_acceptance_length": "mean acceptance length",
     "tokens_per_second": "tokens/s",
     "plain_tokens_per_second": "tokens/s, plain decoding",
     "speedup": "speedup",

@@ -1,4 +1,4 @@
-"""A chart of tokens per target pass against the cost of a step, with lines of equal speedup, as SVG text.
+"""A chart of mean acceptance length against the cost of a step, with lines of equal speedup, as SVG text.
 
 Like ``bar_chart``, it gives the same bytes for the same numbers on every machine.
 """
@@ -23,7 +23,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Dot:
-    """A drafter: the cost of its step relative to plain decoding, tokens per target pass; ``trained``: colour."""
+    """A drafter: the cost of its step relative to plain decoding, mean acceptance length; ``trained``: colour."""
 
     label: str
     cost: float
@@ -93,7 +93,7 @@ def _scales(axes: _Axes) -> Iterator[str]:
         yield _text(LEFT - 9, y + 4, f"{tokens:g}", anchor="end")
     yield _text((LEFT + right) / 2, HEIGHT - 14, "time of a step, relative to plain decoding", anchor="middle")
     middle = (TOP + bottom) / 2
-    yield _text(18, middle, "tokens per target pass", anchor="middle", more=f' transform="rotate(-90 18 {middle:.1f})"')
+    yield _text(18, middle, "mean acceptance length", anchor="middle", more=f' transform="rotate(-90 18 {middle:.1f})"')
 
 
 def _speedups(axes: _Axes) -> Iterator[tuple[str, Box]]:

@@ -18,7 +18,7 @@ DRAFTS = {"chain": StreamSettings(tree="chain"), "tree of 8 nodes": StreamSettin
 
 
 def measure(setup: Setup) -> dict[str, Any]:
-    """Predicted tokens per target pass and accuracy by stream of every adapter on the target's own completions."""
+    """Predicted mean acceptance length and accuracy by stream of every adapter on the target's own completions."""
     target = setup.target(pack=False, dtype="float32")
     adapters = setup.labelled(target)
     if not adapters:
@@ -49,7 +49,7 @@ def measure(setup: Setup) -> dict[str, Any]:
 
 def _ours(result: Result) -> str:
     return ", ".join(
-        f"{record['label']}: {record['tree of 8 nodes']:.2f} tokens per target pass" for record in result["records"]
+        f"{record['label']}: mean acceptance length {record['tree of 8 nodes']:.2f}" for record in result["records"]
     )
 
 
@@ -79,7 +79,7 @@ def _by_layers(result: Result) -> Chart:
         for name in DRAFTS:
             label = name if len(kinds) == 1 else f"{position}: {name}"
             lines.append(Line(label, [r["num_stream_layers"] for r in found], [r[name] for r in found]))
-    return Chart("Stream layers", "stream layers N_s", "predicted tokens per target pass", lines)
+    return Chart("Stream layers", "stream layers N_s", "predicted mean acceptance length", lines)
 
 
 TRAIN = "anabranch train streams --answers answers.jsonl --recipe small"

@@ -50,7 +50,7 @@ def _table(result: Result) -> Table:
         ]
         for r in _measured(result)
     ]
-    return ("drafter", "rows", "tokens/s", "tokens per target pass", "times plain decoding (range)"), sorted(
+    return ("drafter", "rows", "tokens/s", "mean acceptance length", "times plain decoding (range)"), sorted(
         rows, key=lambda row: str(row[0])
     )
 

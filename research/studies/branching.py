@@ -51,7 +51,7 @@ def _chart(result: Result) -> Chart:
         if points:
             children = [k for k, _ in points]
             lines += [
-                Line(f"{label}: tokens per target pass", children, [r["mean_acceptance_length"] for _, r in points]),
+                Line(f"{label}: mean acceptance length", children, [r["mean_acceptance_length"] for _, r in points]),
                 Line(f"{label}: times plain decoding", children, [r["speedup_quartiles"][1] for _, r in points]),
             ]
     return Chart("Children per node", "children per node k, three streams", "", lines)

@@ -47,7 +47,7 @@ def _chart(result: Result) -> Chart:
     found = [record for name, record in by_name(result["records"]).items() if name != PLAIN]
     names = [record["name"] for record in found]
     lines = [
-        Line("tokens per target pass", names, [record["mean_acceptance_length"] for record in found]),
+        Line("mean acceptance length", names, [record["mean_acceptance_length"] for record in found]),
         Line("times plain decoding", names, [record["speedup_quartiles"][1] for record in found]),
     ]
     return Chart("Chain, tree, pruned tree", "", "", lines, kind="bars")

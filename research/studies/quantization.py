@@ -49,7 +49,7 @@ def _table(result: Result) -> Table:
     return (
         "weights",
         "plain tokens/s",
-        "tokens per target pass",
+        "mean acceptance length",
         "tokens/s",
         "times plain (quartiles)",
         "the paper's",

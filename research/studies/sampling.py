@@ -34,8 +34,8 @@ def _measure(setup: Setup) -> dict[str, Any]:
 
 def _ours(result: Result) -> str:
     ends = [(top, by_name(records)["streams"]) for top, records in result["by_top"].items()]
-    told = (f"k = {top}: {r['mean_acceptance_length']:.2f} tokens per target pass" for top, r in (ends[0], ends[-1]))
-    return "streams, " + ", ".join(told)
+    named = (f"k = {top}: mean acceptance length {r['mean_acceptance_length']:.2f}" for top, r in (ends[0], ends[-1]))
+    return "streams, " + ", ".join(named)
 
 
 def _table(result: Result) -> Table:
@@ -49,7 +49,7 @@ def _table(result: Result) -> Table:
     return (
         "drafter",
         "top-k",
-        "tokens per target pass (call reduction ratio)",
+        "mean acceptance length (call reduction ratio)",
         "times plain decoding (quartiles)",
     ), rows
 
@@ -59,7 +59,7 @@ def _chart(result: Result) -> Chart:
     found = [by_name(records) for records in result["by_top"].values()]
     names = [name for name in found[0] if name != PLAIN and all(name in each for each in found)]
     lines = [Line(name, tops, [each[name]["mean_acceptance_length"] for each in found]) for name in names]
-    return Chart("Top-k sampling at temperature 1", "top-k", "tokens per target pass", lines)
+    return Chart("Top-k sampling at temperature 1", "top-k", "mean acceptance length", lines)
 
 
 STUDY = Study(

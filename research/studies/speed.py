@@ -41,7 +41,7 @@ def alone(
     sampling: SamplingParams | None = None,
     rejection: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """One record per drafter, plain first: tokens per target pass, nodes a pass, tokens/s and its ratio to plain."""
+    """One record per drafter, plain first: mean acceptance length, nodes a pass, tokens/s and its ratio to plain."""
     target = loaded.target
     prompts: list[Encoded] = list(zip(setup.prompts, setup.encoded(target), strict=True))
     warm = chat_ids(target.tokenizer, load_suite("own", limit=1)[0].text, model=target.name)
@@ -74,7 +74,7 @@ def by_name(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]
 
 
 def speed_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Drafter, nodes a pass, tokens per target pass, tokens/s, ratio to plain decoding."""
+    """Drafter, nodes a pass, mean acceptance length, tokens/s, ratio to plain decoding."""
     rows: list[list[object]] = []
     for record in records:
         if "error" in record:
@@ -87,7 +87,7 @@ def speed_table(records: Sequence[Mapping[str, Any]]) -> Table:
     return (
         "drafter",
         "drafted nodes a pass",
-        "tokens per target pass",
+        "mean acceptance length",
         "tokens/s",
         "times plain decoding (quartiles)",
     ), rows
