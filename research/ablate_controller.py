@@ -55,6 +55,9 @@ KINDS = (
 )
 
 
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
 class Simulated(NoDrafter):
     """A drafter of chains, for the controller."""
 

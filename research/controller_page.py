@@ -1,0 +1,102 @@
+"""Draw the two figures of docs/controller.md: the measured curves, and the choice that follows from them by load.
+
+python research/controller_page.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ablate_controller import BY_NAME, PASSES, Simulated
+from anabranch.control.controller import Controller, DraftStats
+from anabranch.control.costs import Costs, PassCosts, StepCosts
+
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#666666")
+# streams of the default model on Spec-Bench by rank; the costs are those of a 7B shape on the same two cores
+ACCEPTANCE = (0.64, 0.37, 0.27, 0.21, 0.18, 0.15, 0.14, 0.12, 0.11, 0.1, 0.09, 0.08, 0.07, 0.06, 0.05)
+DRAFT = DraftStats(ACCEPTANCE, ACCEPTANCE, fixed_ms=14.0, node_ms=0.7, steps=99)
+Points = Sequence[tuple[float, float]]
+
+
+class Panel:
+    """One pair of axes in an SVG image, drawn from the same numbers to the same bytes."""
+
+    def __init__(self, left: int, title: str, xs: tuple[float, float], ys: tuple[float, float], labels: str) -> None:
+        self.left, self.xs, self.ys, self.parts = left, xs, ys, list[str]()
+        across, up = labels.split("|")
+        self.text(left + 150, 24, title, "middle", 14)
+        self.text(left + 150, 288, across, "middle")
+        self.text(left, 44, up, "start")
+        for i in range(5):
+            x, y = (low + i * (high - low) / 4 for low, high in (xs, ys))
+            self.text(self.x(x), 268, f"{x:g}", "middle")
+            self.text(left - 6, self.y(y) + 4, f"{y:g}", "end")
+            self.parts.append(f'<path d="M{left} {self.y(y):.1f}h300" stroke="#ddd"/>')
+
+    def x(self, value: float) -> float:
+        return self.left + 300 * (value - self.xs[0]) / (self.xs[1] - self.xs[0])
+
+    def y(self, value: float) -> float:
+        return 252 - 196 * (value - self.ys[0]) / (self.ys[1] - self.ys[0])
+
+    def text(self, x: float, y: float, text: str, anchor: str, size: int = 11) -> None:
+        self.parts.append(f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">{text}</text>')
+
+    def line(self, points: Points, colour: str, label: str = "") -> None:
+        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if label:
+            self.text(self.x(points[-1][0]) + 5, self.y(points[-1][1]) + 4, label, "start")
+
+    def dot(self, x: float, y: float, colour: str) -> None:
+        self.parts.append(f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="5" fill="{colour}"/>')
+
+
+def image(name: str, width: int, label: str, panels: Sequence[Panel]) -> None:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 300" role="img" aria-label="{label}" '
+    body = "\n".join(part for panel in panels for part in panel.parts)
+    text = f'{head}font-family="Helvetica, Arial, sans-serif" fill="#333">\n<rect width="{width}" height="300" '
+    (PICTURES / name).write_text(f'{text}fill="white"/>\n{body}\n</svg>\n', encoding="utf-8")
+
+
+def main() -> None:
+    """Write both images."""
+    made = Controller(Costs(PassCosts(StepCosts.parse(PASSES["7B"]))), ragged=True)
+    made.costs.saw_pass(made.costs.pass_ms(1, 1, 0.0), 1, 1, 0.0)
+    nodes = range(1, 17)
+    gains = [sum(ACCEPTANCE[: n - 1]) for n in nodes]
+    left = Panel(
+        50, "Acceptance of one row", (1, 17), (0, 3), "nodes of the draft, root included|expected draft tokens"
+    )
+    left.line([*zip(nodes, gains, strict=True)], COLOURS[0])
+    right = Panel(430, "Cost of a step", (1, 65), (0, 600), "nodes of the pass|milliseconds")
+    right.line([(n, made.costs.pass_ms(n, 1, 0.0)) for n in range(1, 65)], COLOURS[0], "pass")
+    drafted = [(n, made.costs.pass_ms(n, 1, 0.0) + DRAFT.draft_ms(n, 1)) for n in range(2, 17)]
+    right.line(drafted, COLOURS[1], "with a draft, 1 row")
+    image("controller-curves.svg", 790, "Acceptance by nodes, and cost by nodes", [left, right])
+
+    panel = Panel(50, "Speedup over plain decoding, by load", (1, 17), (0, 4), "nodes of each row's draft|times")
+    drafter = Simulated(BY_NAME["eagle"])  # it has no free parts, so a draft and none are the modes
+    for colour, rows in zip(COLOURS, (1, 2, 4, 8, 16), strict=True):
+        for mode in (0, 2):
+            made._stats[drafter.name, mode, rows.bit_length()] = DRAFT if mode else DraftStats((), (), fixed_ms=0.5)
+        plain = rows / (made.costs.pass_ms(rows, rows, 0.0) + 0.5 * rows)
+        points = [(1.0, 1.0)]
+        for n in nodes[1:]:
+            ms = made.costs.pass_ms(rows * n, rows, 0.0) + DRAFT.draft_ms(n, rows)
+            points.append((n, rows * (1 + gains[n - 1]) / ms / plain))
+        panel.line([point for point in points if point[1] >= 0], colour)
+        plan = made.plan({drafter: rows}, 0.0)[drafter]
+        chosen = max(1, plan.nodes)
+        panel.dot(chosen, points[chosen - 1][1], colour)
+        panel.text(380, 60 + 20 * COLOURS.index(colour), f"{rows} rows: {plan.nodes or 'no'} nodes", "start", 12)
+        panel.parts.append(
+            f'<rect x="362" y="{50 + 20 * COLOURS.index(colour)}" width="12" height="12" fill="{colour}"/>'
+        )
+    image("controller-load.svg", 520, "Speedup by nodes and number of rows, with the chosen number of nodes", [panel])
+
+
+if __name__ == "__main__":
+    main()
