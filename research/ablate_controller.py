@@ -140,7 +140,6 @@ def variants() -> dict[str, dict[str, Any]]:
         "PERIOD": {"1": 1, "half": controller.PERIOD // 2, "twice": controller.PERIOD * 2},
         "NEAR": {"all": 0.0, "none": 1.0},
         "EXPLORE": {"never": 10**9, "half": controller.EXPLORE // 2, "twice": controller.EXPLORE * 2},
-        "LEARNING": {"never": 0.0, "half": costs.LEARNING / 2, "twice": costs.LEARNING * 2},
         "CLIP": {"none": 1e9, "tight": 1.1},
     }
 

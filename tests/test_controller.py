@@ -150,7 +150,7 @@ def test_acceptance_follows_the_drafts_and_a_new_text_starts_from_the_usual_one(
 
     assert see(star(*[0.95] * 15), 300)[14] == pytest.approx(0.95, rel=0.01)
     assert planned(made, drafter) == 16
-    hard = see(star(0.01, 0.01), 100)
+    hard = see(star(0.01, 0.01), 250)
     assert hard[0] < 0.02
     assert planned(controller("1:10/2:12/16:30/512:900"), drafter) > 1
     for _ in range(PERIOD):  # the plan in use is kept for a while

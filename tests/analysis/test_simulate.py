@@ -12,7 +12,7 @@ from test_trace import SAMPLED, record
 from anabranch.analysis.simulate import Cut, Latency, Ranking, merged, overlap, replay, simulate
 from anabranch.decoding.engine import Step
 from anabranch.decoding.stats import Stats
-from anabranch.drafting.beliefs import Beliefs
+from anabranch.drafting.acceptance import Acceptance
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.tree import DraftTree
 from small import request
@@ -176,7 +176,7 @@ def test_drafts_without_probabilities_have_no_best_nodes() -> None:
 
 
 def test_ranked_nodes() -> None:
-    fresh = Beliefs()
+    fresh = Acceptance()
     assert Ranking(3)(TREE, fresh).tokens.tolist() == [9, 1, 3]
     assert Ranking(9)(TREE, fresh) is TREE
     # 0.90, 0.74, 0.33 and 0.14 tokens are expected of the draft nodes, so three of them pay where each costs 1 ms of 10
@@ -184,7 +184,7 @@ def test_ranked_nodes() -> None:
     assert Ranking(3, [10.0, 11.0, 12.0])(TREE, fresh).tokens.tolist() == [9, 1, 3]
     assert Ranking(5, [10.0, 20.0, 30.0, 40.0, 50.0])(TREE, fresh).tokens.tolist() == [9]
     # where streams have never been accepted, prompt lookup comes first
-    wrong = Beliefs(expected={"stream 1": 200.0, "stream 2": 200.0})
+    wrong = Acceptance(expected={"stream 1": 200.0, "stream 2": 200.0})
     assert Ranking(2)(TREE, wrong).tokens.tolist() == [9, 2]
 
 

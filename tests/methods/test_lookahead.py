@@ -12,7 +12,7 @@ from anabranch.control.controller import Controller
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine
 from anabranch.decoding.stats import Stats
-from anabranch.drafting.beliefs import joint_beliefs
+from anabranch.drafting.acceptance import joint_log_probs
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter, Observation, altered
 from anabranch.errors import CapabilityError, InputError
@@ -158,7 +158,7 @@ def test_drafts_and_windows_keep_to_their_depth_and_budget() -> None:
 
 
 def test_continuations_that_leave_an_earlier_one_take_what_it_leaves() -> None:
-    (first, second) = joint_beliefs([([1, 2], [0.5, 0.5]), ([1, 3], [0.4, 0.4])])
+    (first, second) = joint_log_probs([([1, 2], [0.5, 0.5]), ([1, 3], [0.4, 0.4])])
     assert np.exp(first).tolist() == pytest.approx([0.5, 0.25])
     assert np.exp(second).tolist() == pytest.approx([0.5, 0.1])
 

@@ -14,8 +14,9 @@ draft in between is rejected. For uncut drafts both equal the statistics of the 
 
 The best n nodes of a best-first tree are the best-first tree of n nodes, so cutting nodes equals drafting fewer.
 ``Ranking`` replays drafters that choose the verified nodes at every step: it calibrates the recorded probabilities by
-acceptance (``drafting.beliefs``), as decoding does. If a budget limited the recorded tree, cutting its depth, children
-or a source leaves fewer nodes than drafting that way; ``Prediction.filled`` is the share of steps that reached it.
+acceptance (``drafting.acceptance``), as decoding does. If a budget limited the recorded tree, cutting its depth,
+children or a source leaves fewer nodes than drafting that way; ``Prediction.filled`` is the share of steps that reached
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 from anabranch.analysis.theory import fitted_acceptance_rate
 from anabranch.analysis.trace import Trace, TraceRecord, TraceRow, child_ranks
 from anabranch.control.controller import best_count
-from anabranch.drafting.beliefs import Beliefs, best_nodes, merge
+from anabranch.drafting.acceptance import Acceptance, best_nodes, merge
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.support.jsonfiles import parse_json, read_text
 from anabranch.tree import DraftTree
@@ -77,15 +78,17 @@ class Cut:
                 "this recording has no probabilities of drafted tokens, so a budget of nodes or a threshold cannot be "
                 "replayed; replay other depths or k"
             )
-        beliefs = np.zeros(tree.size) if tree.log_probs is None else tree.log_probs
+        log_probs = np.zeros(tree.size) if tree.log_probs is None else tree.log_probs
         floor = math.log(self.threshold) if self.threshold else -math.inf
         kept = np.zeros(tree.size, np.bool_)
         kept[0] = True
         for parent in range(tree.size):
             if not kept[parent] or (self.depth is not None and tree.depths[parent] >= self.depth):
                 continue
-            children = [c for c in tree.children(parent) if not self._dropped(tree.sources[c]) and beliefs[c] >= floor]
-            kept[sorted(children, key=lambda child: -beliefs[child])[: self.k]] = True
+            children = [
+                c for c in tree.children(parent) if not self._dropped(tree.sources[c]) and log_probs[c] >= floor
+            ]
+            kept[sorted(children, key=lambda child: -log_probs[child])[: self.k]] = True
         if not kept.all():
             tree = tree.select(kept.nonzero()[0])
         return tree if self.nodes is None or tree.size <= self.nodes else tree.truncate(self.nodes)
@@ -106,9 +109,9 @@ class Ranking:
     nodes: int
     ms: Sequence[float] | None = None
 
-    def __call__(self, tree: DraftTree, beliefs: Beliefs) -> DraftTree:
+    def __call__(self, tree: DraftTree, acceptance: Acceptance) -> DraftTree:
         """The chosen nodes of a drafted tree."""
-        calibrated = beliefs(tree)
+        calibrated = acceptance(tree)
         count = self.nodes
         if self.ms is not None:
             count = best_count(sorted(calibrated[1:], reverse=True)[: self.nodes - 1], self.ms)
@@ -305,16 +308,16 @@ def _walk(
 
     Yields (record, verified tree, accepted path, emitted tokens) for each step.
     """
-    records, beliefs = {record.at: record for record in row.records}, Beliefs()
+    records, acceptance = {record.at: record for record in row.records}, Acceptance()
     decided, at, end = row.decided, 0, len(row.tokens)
     while at < end:
         record = records.get(at)
         tree = DraftTree.root(NOTHING) if record is None else _draft(record, cut)
         if ranking is not None:
-            tree = ranking(tree, beliefs)
+            tree = ranking(tree, acceptance)
         path = _match(tree, decided[at:])
         if ranking is not None and tree.size > 1:
-            beliefs.learn(tree, path)
+            acceptance.learn(tree, path)
         yield record, tree, path, min(len(path), end - at)
         at += len(path)
 

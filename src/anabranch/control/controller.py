@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.control.choice import Choice
-from anabranch.control.costs import CLIP, Costs
-from anabranch.drafting.beliefs import best_nodes
+from anabranch.control.costs import CLIP, RATE, Costs
+from anabranch.drafting.acceptance import best_nodes
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.tree import DraftTree
 
@@ -36,7 +36,6 @@ __all__ = ["Controller", "DraftStats", "Plan", "best_count"]
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
 PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1] - 1))  # acceptance by rank before any draft was seen
-RATE = 0.05  # weight of the newest step in a moving average
 MEMORY = 1000.0  # tokens after which a comparison of yields with plans counts a third
 PERIOD = 4  # steps for which a plan is kept while the batch stays the same
 NEAR = 0.85  # times the best rate that a mode has to be expected to reach to be tried again
@@ -310,7 +309,7 @@ class Controller:
         Updates the acceptance of the adaptive drafters.
         """
         probs = {
-            b: rows[b].beliefs(trees[b]) if trees[b].size > 1 else [1.0]
+            b: rows[b].acceptance(trees[b]) if trees[b].size > 1 else [1.0]
             for b, drafter in enumerate(drafters)
             if drafter.adaptive and plans[drafter].nodes
         }

@@ -32,7 +32,7 @@ CONTEXT = 1024  # tokens in the cache at which passes are timed too
 BUSY = 1.3  # ratio of neighbouring equal passes (quartiles) on a busy machine; 1.1 to 3.2 beside two busy loops
 # costs where they cannot be measured, in passes over one row: of native kernels, of PyTorch in float32, and on a GPU
 TYPICAL = {"native": "1:1/8:1.2/12:1.5/24:2.6", "float32": "1:1/4:2/8:3.3/16:5.5", "cuda": "1:1/129:2"}
-LEARNING = 0.05  # weight of the newest pass, in logarithms; half of it at all other widths
+RATE = 0.02  # weight of the newest step in a moving average; of a pass, half of it at all other widths
 CLIP = 1.5  # times the expected milliseconds that a timing counts for at most: one that was interrupted says little
 LARGEST = 512  # nodes of the curve; beyond, costs grow in proportion
 
@@ -132,9 +132,9 @@ class Costs:
         error = max(-math.log(CLIP), min(math.log(CLIP), error))
         near = slice(math.ceil(0.85 * nodes), int(1.18 * nodes) + 1)
         self._seen[near] += 1
-        rate = max(LEARNING, 1 / (1 + float(self._seen[nodes])))
-        self._shared += LEARNING * error / 2  # clocks and other jobs slow passes of all widths down
-        self._local[near] += (rate - LEARNING / 2) * error
+        rate = max(RATE, 1 / (1 + float(self._seen[nodes])))
+        self._shared += RATE * error / 2  # clocks and other jobs slow passes of all widths down
+        self._local[near] += (rate - RATE / 2) * error
         if self.timed % 4 == 0:
             self._set_curve()
 

@@ -137,17 +137,17 @@ def find_profile(situation: Situation) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     advice = "delete it, or run 'anabranch tune' again"
-    found = read_json(path, advice)
+    profile = read_json(path, advice)
     try:
-        if not isinstance(found["drafter"], str):
-            raise TypeError(f"the drafter is {shown(found['drafter'])}")
-        for tables in (found["costs"], *dict(found.get("times", {})).values()):
+        if not isinstance(profile["drafter"], str):
+            raise TypeError(f"the drafter is {shown(profile['drafter'])}")
+        for tables in (profile["costs"], *dict(profile.get("times", {})).values()):
             for costs in dict(tables).values():
                 StepCosts.parse(costs)
-        _ = found["costs"]["pass"]
+        _ = profile["costs"]["pass"]
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
         raise FileError(f"{path} is not a profile ({one_line(error)}); {advice}") from error
-    return found
+    return profile
 
 
 def tuned_drafter(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> str:
@@ -282,9 +282,9 @@ def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
     if kept is not None and (today - kept[1]).days <= DAYS:
         known_costs(target.decoder, kept[0])
         return "remembered", kept[1].isoformat()
-    found = known_costs(target.decoder)
-    if not found.busy:
-        _keep_costs(path, found, today, situation)
+    measured = known_costs(target.decoder)
+    if not measured.busy:
+        _keep_costs(path, measured, today, situation)
         return "measured when loaded", today.isoformat()
     if kept is not None:
         known_costs(target.decoder, kept[0])
@@ -300,12 +300,12 @@ def _pass_costs(record: Mapping[str, Any]) -> PassCosts:
     return PassCosts(StepCosts.parse(record["costs"]), row_ms=row, node_ms=node)
 
 
-def _keep_costs(path: Path, found: PassCosts, when: date, situation: Situation) -> None:
+def _keep_costs(path: Path, measured: PassCosts, when: date, situation: Situation) -> None:
     """Store measured costs for later loads, if the cache folder is writable."""
     record = {
-        "costs": str(found.costs),
-        "row_ms": found.row_ms,
-        "node_ms": found.node_ms,
+        "costs": str(measured.costs),
+        "row_ms": measured.row_ms,
+        "node_ms": measured.node_ms,
         "date": when.isoformat(),
         "situation": situation.__dict__,
     }

@@ -375,7 +375,7 @@ class Engine(Batch):
             drafter.observe([members[b].row for b in places], seen)
         for member, tree, verdict in zip(members, trees, verdicts, strict=True):
             if tree.size > 1 and tree.log_probs is not None and member.row.rule == "match":
-                member.row.beliefs.learn(tree, verdict.path)
+                member.row.acceptance.learn(tree, verdict.path)
 
 
 def _by_drafter(members: Sequence[Member]) -> dict[Drafter, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from anabranch.drafting.beliefs import best_nodes, merge
+from anabranch.drafting.acceptance import best_nodes, merge
 from anabranch.drafting.drafter import Drafter, Observation, Row, Taps, Traits
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.passes import PassResult, Rider
@@ -108,7 +108,7 @@ class CombinedDrafter(Drafter):
         if not trees:
             return DraftTree.root(row.root)
         tree = trees[0] if len(trees) == 1 and trees[0].log_probs is not None else merge(trees)
-        return best_nodes(tree, row.beliefs(tree), budget) if tree.size > budget else tree
+        return best_nodes(tree, row.acceptance(tree), budget) if tree.size > budget else tree
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """The probes of the one part that has some."""

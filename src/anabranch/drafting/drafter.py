@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.drafting.beliefs import Beliefs
+from anabranch.drafting.acceptance import Acceptance
 from anabranch.drafting.calls import Call
 from anabranch.drafting.counting import DraftCost, DraftShape
 from anabranch.drafting.settings import Settings
@@ -56,7 +56,7 @@ class Row:
 
     tokens     prompt and committed tokens; the last one is the root of the next draft tree
     max_depth  maximum useful depth of a draft in this step: the tokens that may still be emitted besides the next one
-    beliefs    corrects the drafters' probabilities by what was accepted
+    acceptance    corrects the drafters' probabilities by what was accepted
     state      each drafter's state for this row
     calls      the forward passes that drafters ran for it in this step (``tally``)
     """
@@ -67,7 +67,7 @@ class Row:
     rule: Rule = "match"
     max_depth: int = 0
     id: int = field(default_factory=lambda: next(_ids))
-    beliefs: Beliefs = field(default_factory=Beliefs)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     state: dict[Drafter, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
 

@@ -126,7 +126,7 @@ class Proposer:
         request.proposed = None
         if tree is not None and tree.size > 1 and tree.log_probs is not None:
             accepted = min(len(added) - 1, tree.size - 1)
-            request.row.beliefs.learn(tree, range(accepted + 1))
+            request.row.acceptance.learn(tree, range(accepted + 1))
 
     def _room(self, request: _Request) -> bool:
         """Set the depth of a request's next draft; returns whether there is room for one."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anabranch.drafting.beliefs import joint_beliefs
+from anabranch.drafting.acceptance import joint_log_probs
 from anabranch.drafting.drafter import Drafter, Method, Observation, Row
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
@@ -195,8 +195,8 @@ class LookaheadDrafter(Drafter):
             return DraftTree.root(row.root)
         ahead.guessed = (len(text), guesses)
         shares = [right / total for right, total in zip(ahead.right, ahead.all, strict=True)]
-        beliefs = joint_beliefs([(guess, shares) for guess in guesses])
-        tree = DraftTree.from_paths(row.root, guesses, source=self.name, log_probs=beliefs)
+        log_probs = joint_log_probs([(guess, shares) for guess in guesses])
+        tree = DraftTree.from_paths(row.root, guesses, source=self.name, log_probs=log_probs)
         return tree.truncate(min(budget, self.max_nodes))
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from anabranch.drafting.beliefs import joint_beliefs
+from anabranch.drafting.acceptance import joint_log_probs
 from anabranch.drafting.drafter import Drafter, Method, Row, Traits
 from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
@@ -124,8 +124,8 @@ class PromptLookupDrafter(Drafter):
         ]
         if not found:
             return DraftTree.root(row.root)
-        paths, beliefs = [path for path, _ in found], joint_beliefs(found)
-        tree = DraftTree.from_paths(row.root, paths, source=self.name, log_probs=beliefs)
+        paths, log_probs = [path for path, _ in found], joint_log_probs(found)
+        tree = DraftTree.from_paths(row.root, paths, source=self.name, log_probs=log_probs)
         return tree.truncate(1 + min(self.tokens, budget - 1))
 
 

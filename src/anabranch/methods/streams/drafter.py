@@ -217,7 +217,7 @@ class StreamDrafter(Drafter):
 
     def _words(self, row: Row) -> RowVocabulary:
         words = self._state(row).words.extend(row.tokens)
-        words.copy_weight = min(1.0, row.beliefs.factor(COPIED, PRIOR))
+        words.copy_weight = min(1.0, row.acceptance.factor(COPIED, PRIOR))
         return words
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:

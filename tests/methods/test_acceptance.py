@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.drafting.beliefs import MEMORY, PRIOR, Beliefs, best_nodes, exclusive, merge
+from anabranch.drafting.acceptance import MEMORY, PRIOR, Acceptance, best_nodes, exclusive, merge
 from anabranch.tree import DraftTree
 
 #  9 (0) +-- 1 (1: .6) +-- 3 (3: .5) -- 4 (4: .1)
@@ -20,45 +20,45 @@ TREE = DraftTree(
 )
 
 
-def best(beliefs: Beliefs, count: int) -> list[int]:
-    return best_nodes(TREE, beliefs(TREE), count).tokens.tolist()
+def best(acceptance: Acceptance, count: int) -> list[int]:
+    return best_nodes(TREE, acceptance(TREE), count).tokens.tolist()
 
 
 def test_the_most_probable_nodes_are_kept_in_order() -> None:
-    assert [best(Beliefs(), count) for count in range(1, 6)] == [
+    assert [best(Acceptance(), count) for count in range(1, 6)] == [
         [9],
         [9, 1],
         [9, 1, 3],
         [9, 1, 2, 3],
         [9, 1, 2, 3, 4],
     ]
-    assert best_nodes(TREE, Beliefs()(TREE), 9) is TREE
+    assert best_nodes(TREE, Acceptance()(TREE), 9) is TREE
 
 
 def test_of_equals_the_earlier_node_is_kept_so_a_parent_comes_before_its_child() -> None:
     chain = DraftTree.chain(9, [1, 2, 3], log_probs=[-1.0, -1.0, -1.0])
     for count in (1, 2, 3):
-        assert best_nodes(chain, Beliefs()(chain), count).tokens.tolist() == [9, 1, 2, 3][:count]
+        assert best_nodes(chain, Acceptance()(chain), count).tokens.tolist() == [9, 1, 2, 3][:count]
 
 
 def test_what_is_accepted_corrects_what_is_believed() -> None:
-    beliefs = Beliefs()
-    assert best(beliefs, 3) == [9, 1, 3]
+    acceptance = Acceptance()
+    assert best(acceptance, 3) == [9, 1, 3]
     # source a errs all the time, b is right more often than it says
     for _ in range(40):
-        beliefs.learn(TREE, (0, 2))
+        acceptance.learn(TREE, (0, 2))
     weight = (1 - MEMORY**40) / (1 - MEMORY)
-    assert beliefs.factor("a") == pytest.approx(PRIOR / (PRIOR + 1.1 * weight), rel=1e-5)
-    assert beliefs.factor("b") == pytest.approx((PRIOR + weight) / (PRIOR + 0.4 * weight), rel=1e-5)
-    assert beliefs.factor("c") == beliefs.factor("target") == 1.0
-    assert best(beliefs, 3) == [9, 1, 2]
-    found = np.array(beliefs(TREE))
+    assert acceptance.factor("a") == pytest.approx(PRIOR / (PRIOR + 1.1 * weight), rel=1e-5)
+    assert acceptance.factor("b") == pytest.approx((PRIOR + weight) / (PRIOR + 0.4 * weight), rel=1e-5)
+    assert acceptance.factor("c") == acceptance.factor("target") == 1.0
+    assert best(acceptance, 3) == [9, 1, 2]
+    found = np.array(acceptance(TREE))
     assert found[0] == 1.0
     assert (found[1:] <= found[TREE.parents[1:]]).all()
 
 
-def test_beliefs_depend_on_the_verdicts_alone() -> None:
-    one, two = Beliefs(), Beliefs()
+def test_acceptance_depends_on_the_verdicts_alone() -> None:
+    one, two = Acceptance(), Acceptance()
     for path in ((0, 1), (0,), (0, 1, 3)):
         one.learn(TREE, path)
         two.learn(TREE, path)
