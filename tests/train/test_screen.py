@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.cells import cell_len
 
 from anabranch.cli import screen as screens
 from anabranch.cli.screen import clock, screen
+from anabranch.cli.show import show_warning
 from anabranch.cli.train import _Report
 from anabranch.cli.train_result import show, sparkline, summary
 from anabranch.errors import TrainingWarning
@@ -45,7 +45,7 @@ def test_two_lines_on_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
         report(step(11_000, 2.25))
         assert shown.live is not None
         shown.live.refresh()
-        warnings.showwarning(TrainingWarning("the loss does not fall"), TrainingWarning, "", 0)
+        show_warning(TrainingWarning("the loss does not fall"), TrainingWarning)
     said = text.getvalue()
     first, second = said.replace("\x1b[?25h", "").splitlines()[-2:]
     assert first.endswith("step 11,000/12,000 92%, 12,346 tokens/s, 10:00:00 left")
