@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from anabranch.control.controller import Controller
-from anabranch.decoding.engine import Request, Step
+from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.drafter import Drafter
@@ -74,9 +74,9 @@ class Contender(Protocol):
 class Ours:
     """One drafter on the scheduler.
 
-    Every call has its own scheduler, so that calls do not reuse each other's prefixes. Its cache is allocated before
-    the clock starts, as that of a server is: the first write to some hundred MB takes 0.04 to 0.9 s. An adaptive
-    drafter keeps a controller for each number of rows.
+    Several prompts have a scheduler of their own, so that calls do not reuse each other's prefixes; single prompts
+    share one that keeps none. The cache is allocated before the clock starts, as that of a server is: the first write
+    to some hundred MB takes 0.04 to 0.9 s. An adaptive drafter keeps a controller for each number of rows.
 
     capacity    tokens of the longest prompt and its completion
     spec        the drafter's specification, "auto" resolved
@@ -99,13 +99,39 @@ class Ours:
         self.sampling, self.spec, self.rule = sampling, spec, rule
         self._make_controller = controller
         self._controllers: dict[int, Controller] = {}
+        self._alone: Scheduler | None = None
         self._stop = frozenset(target.config.eos_token_ids)
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
         """Keep ``rows`` prompts in progress until none is left."""
         requests = [Request(ids, max_new_tokens, self.sampling, self._stop, self.rule) for ids in prompts]
-        scheduler = self._scheduler(requests, rows)
-        runs = [Run([], 0.0, prefill_tokens=len(ids) - 1) for ids in prompts]
+        if len(requests) == 1:
+            self._alone = self._alone or self._scheduler(rows, prefix_bytes=0)
+            engine = self._reserved(self._alone)
+            engine.rehearse(requests[0])
+            return self._serve(self._alone, requests)
+        scheduler = self._scheduler(rows)
+        self._reserved(scheduler)
+        try:
+            return self._serve(scheduler, requests)
+        finally:
+            scheduler.close()
+
+    def _scheduler(self, rows: int, prefix_bytes: int | None = None) -> Scheduler:
+        if self._make_controller is not None and rows not in self._controllers:
+            self._controllers[rows] = self._make_controller()
+        controller = self._controllers.get(rows)
+        return Scheduler(self.target.decoder, rows=rows, controller=controller, prefix_bytes=prefix_bytes)
+
+    def _reserved(self, scheduler: Scheduler) -> Engine:
+        """The engine of an idle scheduler, with its cache."""
+        if scheduler.engine is None:
+            scheduler.reserve(self.drafter, self.capacity)
+        assert scheduler.engine is not None
+        return scheduler.engine
+
+    def _serve(self, scheduler: Scheduler, requests: Sequence[Request]) -> Served:
+        runs = [Run([], 0.0, prefill_tokens=len(request.prompt_ids) - 1) for request in requests]
         waiting = iter(zip(requests, runs, strict=True))
         in_progress: dict[Ticket, tuple[Run, float]] = {}
 
@@ -114,7 +140,7 @@ class Ours:
                 in_progress[scheduler.submit(upcoming[0], self.drafter)] = (upcoming[1], time.perf_counter())
 
         began = time.perf_counter()
-        for _ in range(rows):
+        for _ in range(scheduler.rows):
             submit()
         while scheduler.busy:
             steps = scheduler.tick()
@@ -130,20 +156,3 @@ class Ours:
                     del in_progress[ticket]
                     submit()
         return Served(runs, time.perf_counter() - began)
-
-    def _scheduler(self, requests: Sequence[Request], rows: int) -> Scheduler:
-        """A scheduler with its cache; passes over a single prompt are captured as graphs where a GPU does that."""
-        if self._make_controller is not None and rows not in self._controllers:
-            self._controllers[rows] = self._make_controller()
-        alone = len(requests) == 1
-        scheduler = Scheduler(
-            self.target.decoder,
-            rows=rows,
-            controller=self._controllers.get(rows),
-            prefix_bytes=0 if alone else None,  # what is rehearsed must not be reused
-        )
-        scheduler.reserve(self.drafter, self.capacity)
-        if alone:
-            assert scheduler.engine is not None
-            scheduler.engine.rehearse(requests[0])
-        return scheduler
