@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -37,7 +37,7 @@ __all__ = ["Child", "Form", "Growth", "Node", "Source", "by_depth", "grow", "pro
 
 Child: TypeAlias = "tuple[int, float, Any]"  # a token, its log probability given the path to it, and a state of its own
 Source: TypeAlias = "Callable[[Node], str]"
-Ranks: TypeAlias = "Mapping[tuple[int, ...], int]"
+Ranks: TypeAlias = "dict[tuple[int, ...], int]"
 
 
 class Noise(Protocol):
@@ -78,24 +78,25 @@ class Form:
         """The number of children of a node at most."""
         if node.depth >= self.depth:
             return 0
-        if isinstance(self.widths, Mapping):
+        if isinstance(self.widths, dict):
             return self.widths.get(node.ranks, 0)
         return _at(self.widths, node.depth)
 
     @property
     def chain(self) -> bool:
         """Whether no node has more than one child."""
-        return not isinstance(self.widths, Mapping) and max(self.widths) == 1
+        return not isinstance(self.widths, dict) and max(self.widths) == 1
 
 
 class Node:
     """A node of a tree that grows: its token, parent, depth, joint log probability, and the method's own state of it.
 
     number  in the order in which nodes were proposed
-    ranks   its path of ranks among siblings
+    width   children at most
+    rank    among its siblings
     """
 
-    __slots__ = ("depth", "expanded", "growth", "joint", "number", "parent", "rank", "state", "token")
+    __slots__ = ("depth", "expanded", "growth", "joint", "number", "parent", "rank", "state", "token", "width")
 
     def __init__(
         self, growth: Growth, token: int, parent: Node | None, rank: int, joint: float, number: int, state: Any
@@ -103,6 +104,7 @@ class Node:
         self.growth, self.token, self.parent, self.rank = growth, token, parent, rank
         self.joint, self.number, self.state, self.expanded = joint, number, state, False
         self.depth: int = 0 if parent is None else parent.depth + 1
+        self.width = growth.form.width(self)
 
     @property
     def path(self) -> list[int]:
@@ -119,7 +121,7 @@ class Growth:
     """A tree that grows.
 
     state  the method's state of the root
-    key    whatever ``expand`` needs to know of the row; for messages and lookups of its own
+    key    whatever else ``expand`` needs to know of the row
     """
 
     def __init__(self, root: int, form: Form, *, state: Any = None, key: Any = None) -> None:
@@ -141,11 +143,11 @@ class Growth:
         self._rounds += 1
         if form.noise is not None:
             level, self._level = self._level, []
-            return [node for node in level if node.joint >= form.floor and form.width(node)]
+            return [node for node in level if node.joint >= form.floor and node.width]
         found: list[Node] = []
         for place in range(self._first, min(len(ranked), form.nodes - 1)):  # the last of the best nodes has no child
             node = ranked[place][2]
-            if node.expanded or not form.width(node):
+            if node.expanded or not node.width:
                 self._first += place == self._first
             elif not form.by_level or node.depth == self._rounds - 1:
                 found.append(node)
@@ -162,7 +164,7 @@ class Growth:
             return
         assert not isinstance(answer, Tensor), "only sampled trees are given distributions"
         most, floor, ranked = self.form.nodes, self.form.floor, self._ranked
-        for rank, (token, log_prob, state) in enumerate(answer[: self.form.width(node)]):
+        for rank, (token, log_prob, state) in enumerate(answer[: node.width]):
             joint = node.joint + log_prob
             if joint < floor or (len(ranked) >= most and -joint >= ranked[-1][0]):
                 break
@@ -175,7 +177,7 @@ class Growth:
 
     def _draw(self, node: Node, q_V: Tensor, noise: Noise) -> None:
         self._distributions[node.number] = q_V
-        for token in _drawn(q_V, self.form.width(node), noise, replacement=self.form.replacement):
+        for token in _drawn(q_V, node.width, noise, replacement=self.form.replacement):
             joint = node.joint + math.log(float(q_V[token]))
             child = Node(self, token, node, 0, joint, self._nodes, None)
             self._ranked.append((0.0, self._nodes, child))
@@ -219,8 +221,7 @@ def grow(
             else:
                 node.growth.add(node, answer)
         waiting = {id(node.growth) for node in left}
-        moved = {id(node.growth): node.growth for node in asked if id(node.growth) not in waiting}
-        asked = left + [node for growth in moved.values() for node in growth.wanted()]
+        asked = left + [node for growth in growths if id(growth) not in waiting for node in growth.wanted()]
     return [growth.tree(source) for growth in growths]
 
 

@@ -22,6 +22,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -262,8 +263,7 @@ class SuffixDrafter(Drafter):
         return tree
 
 
-@dataclass(frozen=True)
-class _Vote:
+class _Vote(NamedTuple):
     """A place that has been followed ``ahead`` tokens; ``source`` says whose text it is in."""
 
     place: Place
@@ -280,9 +280,7 @@ def tree_of(
     votes  the places that the root's children follow at
     odds   the weight of a place by the length of its match
     """
-
-    def weight(vote: _Vote) -> float:
-        return odds[min(vote.length, len(odds) - 1)]
+    weights_of = [*odds, *[odds[-1]] * (CONTEXT + depth)]  # by length
 
     def following(node: Node) -> list[Child]:
         votes: list[_Vote] = node.state
@@ -293,13 +291,14 @@ def tree_of(
             at = vote.place.end + vote.ahead
             if at < len(vote.place.tokens):
                 by_token.setdefault(vote.place.tokens[at], []).append(vote)
-        weights = {token: sum(map(weight, those)) for token, those in by_token.items()}
+        weights = {token: sum([weights_of[v.length] for v in those]) for token, those in by_token.items()}
         total = sum(weights.values()) + UNSEEN
         best = sorted(weights, key=weights.__getitem__, reverse=True)
         return [(token, math.log(weights[token] / total), by_token[token]) for token in best]
 
     def source(node: Node) -> str:
-        return OWN if sum(weight(v) if v.source == OWN else -weight(v) for v in node.state) >= 0 else SHARED
+        own = sum([weights_of[v.length] * (1 if v.source == OWN else -1) for v in node.state])
+        return OWN if own >= 0 else SHARED
 
     form = Form(count, depth, floor=math.log(threshold) if threshold > 0 else -math.inf)
     (tree,) = grow([Growth(root, form, state=votes)], lambda nodes: map(following, nodes), source)
