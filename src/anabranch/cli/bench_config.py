@@ -47,7 +47,7 @@ Out = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result
 class Contenders:
     """Contenders, and the decoding that they are compared in."""
 
-    loading: options.Loading = field(default=options.Loading())
+    loading: Loading = field(default=Loading())
     method: Annotated[
         tuple[str, ...],
         typer.Option(

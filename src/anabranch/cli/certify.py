@@ -13,6 +13,7 @@ from anabranch.cli import options
 from anabranch.cli.configured import configured
 from anabranch.declared import Keywords, check
 from anabranch.errors import InputError
+from anabranch.loading import LoadConfig
 from anabranch.support.files import check_output, write_atomically
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class DistributionTest:
 class CertifyConfig:
     """The options of ``anabranch certify``."""
 
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     drafter: options.Drafter = "auto"
     prompts: options.Prompts = field(default=options.Prompts())
     max_new_tokens: options.NewTokens = 64

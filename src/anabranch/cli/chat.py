@@ -21,6 +21,7 @@ from anabranch.cli.keyboard import Reader, reader
 from anabranch.cli.show import note
 from anabranch.declared import Keywords
 from anabranch.errors import AnabranchError, FileError, InputError
+from anabranch.loading import LoadConfig
 from anabranch.support.files import cache_home, check_writable, write_atomically
 from anabranch.support.interrupt import Terminated
 
@@ -55,7 +56,7 @@ KEYS = {
 class ChatConfig:
     """The options of ``anabranch chat``."""
 
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     drafter: options.DefaultDrafter = None
     system: options.System = None
     call: Keywords = field(

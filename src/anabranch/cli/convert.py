@@ -13,6 +13,7 @@ import typer
 from anabranch.cli import options
 from anabranch.cli.configured import configured
 from anabranch.cli.layout import say
+from anabranch.loading import LoadConfig
 
 __all__ = ["ConvertConfig", "convert"]
 
@@ -26,7 +27,7 @@ class ConvertConfig:
         typer.Argument(metavar="SOURCE", help="the published heads: a folder, or a .safetensors, .pt or .bin file"),
     ]
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter here")]
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     licence: Annotated[str, typer.Option(help="record the licence of the heads")] = ""
     force: options.Force = False
     as_json: options.AsJson = False

@@ -16,6 +16,7 @@ from anabranch.cli import generate_batch, options, show
 from anabranch.cli.configured import chosen, configured
 from anabranch.declared import Keywords, check
 from anabranch.errors import FileError, InputError
+from anabranch.loading import LoadConfig
 from anabranch.support.files import check_output
 from anabranch.support.jsonfiles import parse_json, read_whole
 
@@ -35,7 +36,7 @@ class GenerateConfig:
     prompt: Annotated[
         str | None, typer.Argument(help="the prompt, or - to read it from standard input", show_default=False)
     ] = None
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     drafter: options.DefaultDrafter = None
     messages: Annotated[
         str | None,

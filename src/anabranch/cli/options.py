@@ -31,7 +31,6 @@ __all__ = [
     "Drafter",
     "Figure",
     "Force",
-    "Loading",
     "NewTokens",
     "PromptTemplate",
     "Prompts",
@@ -93,7 +92,6 @@ OF_TASKS = ("prompt_template", "completion", "split")  # options of --task
 Figure = Annotated[Path | None, typer.Option(metavar="FILE", help="draw a figure (FILE.png or FILE.svg)")]
 
 
-Loading = LoadConfig
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # the fields of ``SamplingParams``
 sampling = chosen(*SAMPLING)
 

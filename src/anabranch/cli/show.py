@@ -60,6 +60,16 @@ OTHER_COLOUR = "red"
 TARGET = "target"  # the source of the target's own tokens
 SUPERSCRIPTS = dict(zip("0123456789abcdefghijklmnoprstuvwxyz", "⁰¹²³⁴⁵⁶⁷⁸⁹ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ", strict=True))
 
+# one pass and several, by ``Call.kind``
+PASSES = {
+    "target": ("target pass", "target passes"),
+    "copy": ("pass of its 4-bit copy", "passes of its 4-bit copy"),
+    "partial": ("partial pass", "partial passes"),
+    "draft": ("draft model pass", "draft model passes"),
+    "heads": ("pass of draft heads", "passes of draft heads"),
+    "inner": ("inner draft", "inner drafts"),
+}
+
 # C0 without tab and newline, DEL, C1, and the embeddings, overrides and isolates that reorder text
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 PATIENCE = 1.0  # seconds before the progress of a prompt is shown
@@ -267,23 +277,12 @@ def rates(stats: Stats, drafter: str | None = None, *, prompts: int = 1) -> list
 
 def passes(stats: Stats) -> str:
     """The number of forward passes of each kind, the target's first; an acceptance length counts those alone."""
-    facts = [_passes(stats.steps, "target pass", "target passes")]
+    facts = [f"{stats.steps:,} {PASSES['target'][stats.steps != 1]}"]
     for (kind, layers, of), count in sorted(stats.calls.items()):
-        if kind == "copy":
-            facts.append(_passes(count, "pass of its 4-bit copy", "passes of its 4-bit copy"))
-        elif kind == "partial":
-            facts.append(_passes(count, "partial pass", "partial passes") + f" ({layers} of {of} layers)")
-        elif kind == "draft":
-            facts.append(_passes(count, "draft model pass", "draft model passes"))
-        elif kind == "heads":
-            facts.append(_passes(count, "pass of draft heads", "passes of draft heads"))
-        elif kind == "inner":
-            facts.append(_passes(count, "inner draft", "inner drafts"))
+        if kind in PASSES and kind != "target":
+            part = f" ({layers} of {of} layers)" if kind == "partial" else ""
+            facts.append(f"{count:,} {PASSES[kind][count != 1]}{part}")
     return ", ".join(facts)
-
-
-def _passes(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
 
 
 def ending(result: Generation, model: Model) -> str:

@@ -27,6 +27,7 @@ from anabranch.cli.train_answers import answers
 from anabranch.cli.train_data import DataConfig, OwnDataConfig
 from anabranch.cli.train_tables import table_command
 from anabranch.cli.train_task import Timing
+from anabranch.loading import LoadConfig
 from anabranch.methods import TRAININGS, training
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class TrainConfig:
 
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="write the adapter, and the run's checkpoint, here")]
     data: DataConfig = field(default=DataConfig())
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     licence: Annotated[
         tuple[str, ...],
         typer.Option(metavar="SOURCE=LICENCE", help="state the licence of a data source in the card; repeatable"),

@@ -14,6 +14,7 @@ from anabranch.cli import options
 from anabranch.cli.configured import configured
 from anabranch.cli.train_task import TaskConfig
 from anabranch.declared import Keywords
+from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
@@ -37,7 +38,7 @@ class AnswersConfig:
         typer.Option(metavar="N", help="let the model write this many prompts itself, to OUT.prompts.jsonl"),
     ] = None
     of_task: TaskConfig = field(default=TaskConfig())
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     rows: Annotated[int, typer.Option(help="decode this many prompts at a time")] = 32
     max_new_tokens: options.NewTokens = 256
     longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024

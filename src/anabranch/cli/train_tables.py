@@ -13,6 +13,7 @@ import typer
 
 from anabranch.cli import options
 from anabranch.cli.configured import extended
+from anabranch.loading import LoadConfig
 from anabranch.methods import TRAININGS, training
 
 __all__ = ["TablesConfig", "table_command"]
@@ -32,7 +33,7 @@ class TablesConfig:
         Path | None,
         typer.Option(metavar="FOLDER", help="write here (default: where the drafter looks by itself)"),
     ] = None
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     licence: Annotated[str, typer.Option(help="record the licence of the data")] = ""
     force: Annotated[bool, typer.Option("--force", help="replace tables in --out")] = False
     as_json: options.AsJson = False

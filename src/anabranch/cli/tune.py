@@ -15,6 +15,7 @@ import typer
 from anabranch.cli import options
 from anabranch.cli.configured import configured
 from anabranch.errors import InputError
+from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
     from anabranch.loading import Loaded
@@ -33,7 +34,7 @@ MARGIN = 64  # positions beyond the decoded tokens, for the largest drafts
 class TuneConfig:
     """The options of ``anabranch tune``."""
 
-    loading: options.Loading = field(default=options.Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     prompts: options.Prompts = field(default=options.Prompts())
     max_new_tokens: options.NewTokens = 96
     figure: options.Figure = None

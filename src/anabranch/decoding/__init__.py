@@ -1,10 +1,10 @@
-"""The decoding loop and what stands around it.
+"""The decoding loop, its scheduler, and text.
 
-batch        rows that join, read their prompts, and leave
-scores       what the target says at each node, and which path it accepts
-engine       the loop
-speculation  how much is drafted and verified
-scheduler    who decodes when
-stats        what a decoding yielded
-generation   text
+engine      the loop
+batch       sequences that join, read their prompts and leave
+scores      the target's tokens or logits at each node, and the path that it accepts
+scheduler   the order of requests
+stats       counts and rates
+generation  chunks of text and results
+scoring     log probabilities of given texts
 """

@@ -1,6 +1,6 @@
-"""The rows that decode together: requests join, their prompts are read in chunks, and rows leave.
+"""The sequences that decode together: requests join, their prompts are read in chunks, and finished rows leave.
 
-``engine`` decodes them; who joins when is for ``scheduler`` to decide.
+``engine`` decodes them; ``scheduler`` decides when each joins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From tokens to text, step by step: whole characters only, and nothing that may begin a stop string.
 
-The texts that are handed out add up to what the tokenizer decodes from all tokens at once, however they are grouped.
-Stop strings are found as transformers finds them: in the bytes of the tokens, special tokens included, as they are
-behind other text, which is with the space that a decoder drops at the beginning of a text.
+The pieces of text add up to the text that the tokenizer decodes from all tokens at once, however they are grouped.
+Stop strings are matched as transformers does: in the bytes of the tokens, special tokens included, with the space
+that a decoder drops at the beginning of a text.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Detokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _advance(self) -> None:
-        """Decode the newest tokens behind a few earlier ones, since a token's text may depend on them."""
+        """Decode the newest tokens after a few earlier ones, since a token's text may depend on them."""
         if self._shown and BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(self._shown[-1]))):
             return
         known = self._decode(self._shown[self._prefix : self._read])

@@ -53,7 +53,7 @@ class Generation:
         return f"Generation({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, drafter={self.drafter!r})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the text coloured by what proposed each token. Without colours in a copy."""
+        """The text for notebooks, coloured by the source of each token; a copy has no colours."""
         tokenizer = vars(self).get(TOKENIZER)
         facts = f"{self.stats.mean_acceptance_length:.2f} tokens per target pass, drafter {self.drafter}"
         return coloured(self.text, None if tokenizer is None else self._pieces(tokenizer), self.sources, facts)
@@ -68,7 +68,7 @@ class Generation:
         return pieces
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the tokenizer."""
+        """The fields without the tokenizer."""
         return {name: value for name, value in vars(self).items() if name != TOKENIZER}
 
 

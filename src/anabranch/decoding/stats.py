@@ -160,7 +160,7 @@ class Stats:
         return [sum(n for a, n in self.accepted.items() if a >= d) / total for d in range(1, deepest + 1)]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, for --json and result files."""
+        """The statistics as JSON values, for --json and result files."""
         return {
             "tokens": self.tokens,
             "steps": self.steps,
