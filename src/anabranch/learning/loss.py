@@ -1,6 +1,6 @@
 """Cross-entropy over a draft vocabulary, computed in chunks.
 
-M predictions, D model width, V draft vocabulary.
+M predictions, m of them at a time, D model width, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -40,6 +40,29 @@ class Vocabulary:
         return Vocabulary(target.head.weight[ids], bias, place)
 
 
+def _cross_entropy(
+    z_mV: Tensor, tokens_m: Tensor, soft: float, teacher_mV: Tensor | None, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [m] of logits, the gradient of each in its logits [m, V], and which predictions are right [m]."""
+    tokens_m1, slope = tokens_m[:, None], None
+    if cap is not None:
+        z_mV = torch.tanh(z_mV / cap)
+        slope = 1 - z_mV * z_mV
+        z_mV = z_mV * cap
+    best_m1 = z_mV.argmax(-1, keepdim=True)
+    g_mV = z_mV.softmax(-1)
+    # the log of the sum of exp(z), from the largest z, whose probability is at least 1 / V
+    whole_m = (z_mV.gather(1, best_m1) - g_mV.gather(1, best_m1).log())[:, 0]
+    loss_m = whole_m - (1 - soft) * z_mV.gather(1, tokens_m1)[:, 0]
+    g_mV.scatter_add_(1, tokens_m1, torch.full_like(z_mV[:, :1], soft - 1))
+    if teacher_mV is not None:
+        loss_m = loss_m - soft * torch.linalg.vecdot(teacher_mV, z_mV)
+        g_mV.sub_(teacher_mV, alpha=soft)
+    if slope is not None:
+        g_mV.mul_(slope)
+    return loss_m, g_mV, (best_m1 == tokens_m1)[:, 0]
+
+
 class VocabularyLoss(torch.autograd.Function):
     """Cross-entropy over a draft vocabulary, in chunks that fit the processor's caches.
 
@@ -73,28 +96,13 @@ class VocabularyLoss(torch.autograd.Function):
         with torch.autocast(states_MD.device.type, enabled=False):
             for first in range(0, len(tokens_M), CHUNK):
                 part = slice(first, first + CHUNK)
-                z = F.linear(states_MD[part].to(head_VD.dtype), head_VD, bias_V).float()
-                slope = None
-                if cap is not None:
-                    z = torch.tanh(z / cap)
-                    slope = 1 - z * z
-                    z = z * cap
-                tokens, weight = tokens_M[part, None], weight_M[part, None]
-                best = z.argmax(-1, keepdim=True)
-                right[part] = (best == tokens)[:, 0]
-                g = z.softmax(-1)
-                # the log of the sum of exp(z), from the largest z, whose probability is at least 1 / V
-                whole = (z.gather(1, best) - g.gather(1, best).log())[:, 0]
-                loss = whole - (1 - soft) * z.gather(1, tokens)[:, 0]
-                g.scatter_add_(1, tokens, torch.full_like(weight, soft - 1, dtype=g.dtype))
+                z_mV = F.linear(states_MD[part].to(head_VD.dtype), head_VD, bias_V).float()
+                teacher = None
                 if soft and teacher_MD is not None:
                     teacher = _distributions(teacher_MD, taught_M, part, head_VD, bias_V, cap)
-                    loss = loss - soft * torch.linalg.vecdot(teacher, z)
-                    g.sub_(teacher, alpha=soft)
-                total += (loss * weight[:, 0]).sum()
-                if slope is not None:
-                    g.mul_(slope)
-                gradient[part] = ((g.to(head_VD.dtype) @ head_VD) * weight).to(gradient.dtype)
+                loss_m, g_mV, right[part] = _cross_entropy(z_mV, tokens_M[part], soft, teacher, cap)
+                total += (loss_m * weight_M[part]).sum()
+                gradient[part] = ((g_mV.to(head_VD.dtype) @ head_VD) * weight_M[part, None]).to(gradient.dtype)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
         return total, right
@@ -148,26 +156,12 @@ class DistillationLoss(torch.autograd.Function):
         with torch.autocast(states_MD.device.type, enabled=False):
             for first in range(0, len(tokens_M), CHUNK):
                 part = slice(first, first + CHUNK)
-                tokens = tokens_M[part, None]
-                z = states[part] @ head.T if bias_V is None else states[part] @ head.T + bias_V.float()
-                slope = None
-                if cap is not None:
-                    z = torch.tanh(z / cap)
-                    slope = 1 - z * z
-                    z = z * cap
-                right[part] = z.argmax(-1) == tokens[:, 0]
-                loss = z.logsumexp(-1) - (1 - soft) * z.gather(1, tokens)[:, 0]
-                g = z.softmax(-1)
-                g.scatter_add_(1, tokens, torch.full_like(z[:, :1], soft - 1))
-                if soft:
-                    wanted = teacher(part)
-                    loss = loss - soft * torch.linalg.vecdot(wanted, z)
-                    g.sub_(wanted, alpha=soft)
-                total += loss.sum()
-                if slope is not None:
-                    g.mul_(slope)
-                to_states[part] = g @ head
-                to_head.addmm_(g.T, states[part])
+                z_mV = states[part] @ head.T if bias_V is None else states[part] @ head.T + bias_V.float()
+                wanted = teacher(part) if soft else None
+                loss_m, g_mV, right[part] = _cross_entropy(z_mV, tokens_M[part], soft, wanted, cap)
+                total += loss_m.sum()
+                to_states[part] = g_mV @ head
+                to_head.addmm_(g_mV.T, states[part])
         ctx.save_for_backward(to_states.to(states_MD.dtype), to_head.to(head_VD.dtype))
         ctx.mark_non_differentiable(right)
         return total, right
