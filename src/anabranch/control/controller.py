@@ -374,9 +374,9 @@ class Controller:
         ((drafter, (plan, count)),) = self._plans.items()
         if count != rows or not drafter.adaptive:
             return
-        stats, ms = self.stats(drafter, plan.mode, rows), pass_ms + other_ms
-        if plan.tokens:
-            ms = min(ms, CLIP * plan.ms)
+        stats = self.stats(drafter, plan.mode, rows)
+        expected = self.costs.pass_ms(nodes, rows, context) + stats.draft_ms(plan.nodes, rows)
+        ms = min(pass_ms + other_ms, CLIP * expected)  # no more where the step was interrupted
         predicted = plan.tokens * ms / plan.ms
         made = stats.with_step(tokens if predicted else 0, predicted, plan.nodes, rows, other_ms)
         self._stats[drafter.name, plan.mode, rows.bit_length()] = made
