@@ -107,8 +107,8 @@ def page(question: str, kinds: tuple[str, ...], results: Mapping[str, Result]) -
         for stem, result in chosen.items():
             lines += [f"{'#' * (2 + (len(kinds) > 1))} {stem}", ""]
             command = result.get("command") or result.get("run", {}).get("command")
-            for paragraph in (machine_line(result), f"`{command}`" if command else ""):
-                lines += [paragraph, ""] if paragraph else []
+            if facts := " ".join(filter(None, (machine_line(result), f"`{command}`" if command else ""))):
+                lines += [facts, ""]
             if charted(result):
                 lines += [f"![Tokens per second](../pictures/{stem}.svg)", ""]
             lines += tables_of(result)

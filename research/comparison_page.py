@@ -17,7 +17,6 @@ from comparison_tables import (
     dots,
     failures,
     heading,
-    speeds,
     summary,
     trained,
 )
@@ -35,7 +34,6 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Training", "", trained),
     ("Mean acceptance length by task", "", acceptance),
     ("Cost of a step", "One prompt at a time; medians over prompts.", costs),
-    ("Speed", "Tokens/s over plain decoding with the same weights and rows.", speeds),
     ("Not measured", "", failures),
 )
 

@@ -15,7 +15,6 @@ __all__ = [
     "dots",
     "failures",
     "heading",
-    "speeds",
     "summary",
     "trained",
 ]
@@ -147,19 +146,16 @@ def trained(result: Result) -> list[str]:
 
 
 def acceptance(result: Result) -> list[str]:
-    """Mean acceptance length by task, greedy and sampled."""
+    """Mean acceptance length by task, greedy."""
     tasks: list[str] = []
     lines = []
     for method in _methods(result):
-        greedy = [("greedy", record) for record in _fixed(_alone(method))]
-        sampled = [("T = 1", r) for r in _part(method, "sampled") if r["name"] not in (PLAIN, LOAD)]
-        for how, record in [*greedy, *sampled]:
+        for record in _fixed(_alone(method)):
             tasks = tasks or list(record["by_task"])
-            drafter = record["name"] if record["name"] != REJECTION else f"rejection, `{record['spec']}`"
             shares = (record["by_task"].get(task, {}).get("mean_acceptance_length") for task in tasks)
-            lines.append([f"`{method['name']}`", how, drafter, _length(record), *map(_number, shares)])
-    titles = ["method", "sampling", "draft", "all", *(task.replace("_", " ") for task in tasks)]
-    return table(titles, lines, left=3)
+            lines.append([f"`{method['name']}`", record["name"], _length(record), *map(_number, shares)])
+    titles = ["method", "draft", "all", *(task.replace("_", " ") for task in tasks)]
+    return table(titles, lines, left=2)
 
 
 def costs(result: Result) -> list[str]:
@@ -176,19 +172,6 @@ def costs(result: Result) -> list[str]:
                 lines.append([*cells, _number(record.get("relative_step"))])
     titles = ("method", "weights", "draft", "drafting, ms", "pass, ms", "drafting / plain step", "pass / plain step")
     return table([*titles, "step / plain step"], lines, left=3)
-
-
-def speeds(result: Result) -> list[str]:
-    """Tokens/s over plain decoding of every drafter."""
-    run = result["run"]
-    kinds = [(rows, weights) for rows in (1, run["rows"]) for weights in run["weights"]]
-    lines = []
-    for method in _methods(result):
-        names = [record["name"] for record in _alone(method)]
-        for name in names:
-            lines.append([f"`{method['name']}`", name, *(_speed(method, rows, w, name) for rows, w in kinds)])
-    titles = [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
-    return table(["method", "draft", *titles], lines, left=2)
 
 
 def failures(result: Result) -> list[str]:

@@ -9,7 +9,6 @@ A figure is named after its result and drawn once: delete it to have it drawn ag
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,13 +59,12 @@ def anchor(study: Study) -> str:
 
 def section(study: Study, found: Found | None) -> list[str]:
     """The lines of one study."""
-    told = textwrap.wrap(f"{study.papers}. {study.measures}", 120, break_long_words=False, break_on_hyphens=False)
-    lines = [f"## {study.title}", "", *told, ""]
+    lines = [f"## {study.title}", ""]
     if found is None:
-        return [*lines, f"**{MISSING.capitalize()}.**", ""]
+        return [*lines, f"{study.papers}. {study.measures} **{MISSING.capitalize()}.**", ""]
     stem, result = found
     titles, rows = study.table(result)
-    lines += [machine_line(result), ""]
+    lines += [f"{study.papers}. {study.measures} {machine_line(result)}", ""]
     if study.chart is None or len(rows) <= MOST_ROWS:
         lines += table(titles, rows)
     if study.chart is not None:

@@ -327,7 +327,7 @@ def test_the_scripts(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.Monke
     assert result["compared"][0]["parts"]["sampled"] == kept["compared"][0]["parts"]["sampled"]
     assert str(tmp_path) not in out.read_text()
     text = "\n".join(comparison_page.results(out.stem, result))
-    for title in ("Summary", "Mean acceptance length by task", "Cost of a step", "Speed"):
+    for title in ("Summary", "Mean acceptance length by task", "Cost of a step"):
         assert f"### {title}\n" in text
     assert "| `streams` | T = 1 | rejection, `streams:tree=chain` |" in text
     assert "equal (1/1)" in text
