@@ -329,7 +329,6 @@ def test_the_scripts(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.Monke
     text = "\n".join(comparison_page.results(out.stem, result))
     for title in ("Summary", "Mean acceptance length by task", "Cost of a step"):
         assert f"### {title}\n" in text
-    assert "| `streams` | T = 1 | rejection, `streams:tree=chain` |" in text
     assert "equal (1/1)" in text
     assert "### Not measured" not in text
     chart = comparison_page.chart(result)

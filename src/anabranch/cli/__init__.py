@@ -1,4 +1,4 @@
-"""The command line: one file per group of commands. Heavy imports are inside the commands, so that --help is fast."""
+"""The command line: one file per group of commands, with heavy imports inside them, so that --help imports no torch."""
 
 from __future__ import annotations
 
