@@ -772,7 +772,7 @@ def test_trees_that_copy_are_those_of_the_formula(form: str, seed: int) -> None:
     )
     row = copying.row().extend(text)
     row.copy_weight = (1.0, 0.5)[seed % 2]
-    best, log_probs = plain.head.best_tokens(states[None], plain.options.children, [row], levels=slice(0, 3))
+    best, log_probs = plain.head.best_tokens(states[None], plain.settings.children, [row], levels=slice(0, 3))
     levels = [
         dict(zip(ids, np.exp(logs).tolist(), strict=True))
         for ids, logs in zip(best[0].tolist(), log_probs[0].tolist(), strict=True)
