@@ -60,7 +60,7 @@ class Thread(Processes):
     def add(self, x: Tensor) -> Tensor:
         return torch.stack(self._all(x)).sum(0)
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return self._all(value)[0]
 
 
