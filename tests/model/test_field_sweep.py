@@ -24,7 +24,8 @@ from anabranch.errors import ModelError, ModelWarning
 from anabranch.model.families import FAMILIES, model_config
 from anabranch.model.fields import FIELDS
 from anabranch.model.inputs import Inputs
-from anabranch.model.weights import fill_decoder, load_safetensors_dir
+from anabranch.model.stored import load_safetensors_dir
+from anabranch.model.weights import fill_decoder
 from anabranch.tree import DraftTree
 from small import logits_of, new_cache
 

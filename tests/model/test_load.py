@@ -15,7 +15,8 @@ from toys import CASES, save_toy, toy_hf
 from anabranch.errors import AnabranchError, DeviceError, FetchError, FileError, InputError, ModelError, NumericsError
 from anabranch.model.families import FAMILIES, model_config
 from anabranch.model.load import build_decoder, load_target, resolve_device, resolve_dtype
-from anabranch.model.weights import fill_decoder, fingerprint, load_safetensors_dir, stored_dtype
+from anabranch.model.stored import load_safetensors_dir
+from anabranch.model.weights import fill_decoder, fingerprint, stored_dtype
 
 
 @pytest.fixture(scope="module")

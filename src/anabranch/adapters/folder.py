@@ -28,7 +28,7 @@ from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target, base_name
-from anabranch.model.weights import UNREADABLE, dtype_name, is_finite
+from anabranch.model.stored import UNREADABLE, dtype_name, is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, shown
 

@@ -17,7 +17,7 @@ from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method, methods
 from anabranch.model.load import Target
-from anabranch.model.weights import UNREADABLE, check_trained
+from anabranch.model.stored import UNREADABLE, check_trained
 from anabranch.support.jsonfiles import read_json
 
 __all__ = ["Converted", "convert", "read_published"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -29,10 +29,10 @@ from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.families import FAMILIES
 from anabranch.model.gguf_config import ATTENTION, MLP, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
-from anabranch.model.weights import dtype_name
+from anabranch.model.stored import LazyTensors, dtype_name
 from anabranch.support.log import warn
 
-__all__ = ["GGUFContents", "GGUFTensors", "read_gguf", "unpermute_rotary"]
+__all__ = ["GGUFContents", "read_gguf", "unpermute_rotary"]
 
 Metadata = Mapping[str, Any]
 
@@ -103,28 +103,9 @@ class GGUFContents(NamedTuple):
     """
 
     config: dict[str, Any]
-    tensors: GGUFTensors
+    tensors: LazyTensors
     tokenizer: Any
     dtype: torch.dtype
-
-
-class GGUFTensors(Mapping[str, torch.Tensor]):
-    """Parameters by Hugging Face name and in Hugging Face layout, dequantised on every access.
-
-    Only one tensor at a time is held in float32, never the whole model.
-    """
-
-    def __init__(self, loaders: dict[str, Callable[[], torch.Tensor]], dtype: torch.dtype) -> None:
-        self._loaders, self._dtype = loaders, dtype
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._loaders[name]().to(self._dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._loaders)
-
-    def __len__(self) -> int:
-        return len(self._loaders)
 
 
 def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFContents:
@@ -156,7 +137,12 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
     native = _stored_dtype(stored)
     dtype = native if dtype is None else dtype
     config["dtype"] = dtype_name(dtype)
-    return GGUFContents(config, GGUFTensors(loaders, dtype), tokenizer, native)
+    tensors = LazyTensors({name: partial(_rounded, loader, dtype) for name, loader in loaders.items()})
+    return GGUFContents(config, tensors, tokenizer, native)
+
+
+def _rounded(loader: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return loader().to(dtype)
 
 
 def unpermute_rotary(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -9,7 +9,7 @@ import torch
 from anabranch.errors import PerformanceWarning
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import QuantizedLinear
-from anabranch.model.weights import dtype_name
+from anabranch.model.stored import dtype_name
 from anabranch.native import library as native
 from anabranch.native.build import Shortfall
 from anabranch.support.log import warn

@@ -19,11 +19,12 @@ from anabranch.model.config import ModelConfig, needed
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.generation_config import GenerationDefaults, read_defaults
-from anabranch.model.lora import WithLora
+from anabranch.model.lora import with_lora
 from anabranch.model.peft import read_lora, read_settings
 from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
+from anabranch.model.stored import SafetensorsDir, load_safetensors_dir
 from anabranch.model.text import foreign_errors
-from anabranch.model.weights import SafetensorsDir, build_decoder, fill_decoder, load_safetensors_dir, stored_dtype
+from anabranch.model.weights import build_decoder, fill_decoder, stored_dtype
 from anabranch.support.foreign import why_no_model
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import give_back
@@ -123,7 +124,7 @@ def load_target(
         wanted = stored_dtype(config, tensors, _DTYPES.get(str(described.get("dtype") or described.get("torch_dtype"))))
     needs = needed(described)
     if lora is not None:
-        tensors = WithLora(tensors, read_lora(lora, config), config)
+        tensors = with_lora(tensors, read_lora(lora, config), config)
         needs = needs or read_settings(lora).needs
     decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
     quantize_decoder(decoder, kind)

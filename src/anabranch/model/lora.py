@@ -9,7 +9,7 @@ I inputs and O outputs of a module, r rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -23,6 +23,7 @@ from anabranch.model.blocks import MLP, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.families import Layout, module_rows, weight_source
 from anabranch.model.network import Network
+from anabranch.model.stored import LazyTensors
 
 __all__ = [
     "PARTS",
@@ -31,11 +32,11 @@ __all__ = [
     "RowLoras",
     "SideTerms",
     "Term",
-    "WithLora",
     "decoder_rows",
     "places",
     "stored_rows",
     "widths",
+    "with_lora",
 ]
 
 PARTS = ("qkv", "out", "mlp.up", "mlp.down")  # the linear layers of a block, by their names in the decoder
@@ -165,37 +166,25 @@ class SideTerms(ABC):
         return mlp.through(h_BRD, up, down)
 
 
-class WithLora(Mapping[str, Tensor]):
+def with_lora(tensors: Mapping[str, Tensor], lora: Lora, config: ModelConfig) -> LazyTensors:
     """The stored tensors of a model (by Hugging Face names) with a LoRA merged into them on access.
 
-    One tensor at a time is merged, so the model is never in memory twice. Tensors of the wrong shape or type are
-    returned unchanged, and refused when they are assembled.
+    Tensors of the wrong shape or type are returned unchanged, and refused when they are assembled.
     """
+    located = places(config)
+    terms = {f"{name}.weight": (term, located[m]) for m, term in lora.terms.items() for name in located[m].names}
+    return LazyTensors({name: partial(_merged, tensors, name, *terms.get(name, (None, None))) for name in tensors})
 
-    def __init__(self, tensors: Mapping[str, Tensor], lora: Lora, config: ModelConfig) -> None:
-        self.tensors = tensors
-        self._terms: dict[str, tuple[Term, Place]] = {}
-        located = places(config)
-        for module, term in lora.terms.items():
-            place = located[module]
-            self._terms.update({f"{name}.weight": (term, place) for name in place.names})
 
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        if name not in self._terms or not tensor.is_floating_point():
-            return tensor
-        term, place = self._terms[name]
-        weight_OI = tensor.t() if place.layout == "transposed" else tensor
-        if weight_OI.shape != (place.outputs, place.width):
-            return tensor
-        merged = term.merged(weight_OI)
-        return merged.t() if place.layout == "transposed" else merged
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+def _merged(tensors: Mapping[str, Tensor], name: str, term: Term | None, place: Place | None) -> Tensor:
+    tensor = tensors[name]
+    if term is None or place is None or not tensor.is_floating_point():
+        return tensor
+    weight_OI = tensor.t() if place.layout == "transposed" else tensor
+    if weight_OI.shape != (place.outputs, place.width):
+        return tensor
+    merged = term.merged(weight_OI)
+    return merged.t() if place.layout == "transposed" else merged
 
 
 # rows, down [r, I] and scaled up [O, r] of each module of a layer, by part

@@ -24,7 +24,7 @@ from torch import Tensor
 from anabranch.errors import AdapterError, FileError, one_line
 from anabranch.model.config import NEEDS, ModelConfig, needed
 from anabranch.model.lora import Lora, Place, Term, places
-from anabranch.model.weights import UNREADABLE, check_trained
+from anabranch.model.stored import UNREADABLE, check_trained
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_number, is_whole, read_json, shown
 

@@ -1,133 +1,37 @@
-"""Load weights from safetensors (or any mapping of Hugging Face names to tensors) into our decoder; fingerprints.
+"""Load weights (a mapping of Hugging Face names to tensors) into our decoder; fingerprints.
 
 Tensors are read one at a time, concatenated where the decoder fuses them, and copied into place, so that the model is
-never in memory twice. Nothing is unpickled.
+never in memory twice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from anabranch.errors import AdapterError, DeviceError, FileError, ModelError, ModelWarning, NumericsError, one_line
+from anabranch.errors import DeviceError, ModelError, ModelWarning, NumericsError
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, model_config, module_rows, weight_source
+from anabranch.model.stored import SafetensorsDir, dtype_name, is_finite, load_safetensors_dir, some_names
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import free_memory
 
-__all__ = [
-    "UNREADABLE",
-    "SafetensorsDir",
-    "assemble",
-    "build_decoder",
-    "check_trained",
-    "dtype_name",
-    "fill_decoder",
-    "fingerprint",
-    "is_finite",
-    "load_safetensors_dir",
-    "random_decoder",
-    "stored_dtype",
-]
+__all__ = ["assemble", "build_decoder", "fill_decoder", "fingerprint", "random_decoder", "stored_dtype"]
 
-_INDEX = "model.safetensors.index.json"
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Values per tensor in a fingerprint: enough to distinguish trained models, few enough for 10 ms per GB.
 _SAMPLES = 4096
 # Masks and tables in older files, which the decoder computes itself.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-# Errors of safetensors and torch for unreadable files, and for types that torch lacks.
-UNREADABLE = (
-    *(SafetensorError, OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError),
-    *(OverflowError, EOFError),
-)
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-
-
-class SafetensorsDir(Mapping[str, Tensor]):
-    """The tensors of a folder by name, read on access; ``kinds`` are their types, as safetensors names them."""
-
-    def __init__(self, folder: Path, shards: Mapping[str, Path], kinds: Mapping[str, str]) -> None:
-        self.folder = folder
-        self.kinds = kinds
-        self._shards = shards
-
-    def __getitem__(self, name: str) -> Tensor:
-        path = self._shards[name]
-        try:
-            # opened for each tensor: pages that were read stay resident as long as the file is mapped
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except UNREADABLE as error:
-            raise _broken(path, error) from error
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-
-def _broken(path: Path, error: Exception) -> FileError:
-    return FileError(f"{path} is truncated or not a safetensors file ({one_line(error)}); fetch or copy it again")
-
-
-def load_safetensors_dir(folder: Path) -> SafetensorsDir:
-    """The tensors in a folder's ``model.safetensors`` or its shards, read on access. Raises FileError."""
-    index = folder / _INDEX
-    single = folder / "model.safetensors"
-    if single.is_file():
-        kinds = _kinds(single)
-        return SafetensorsDir(folder, dict.fromkeys(kinds, single), kinds)
-    if not index.is_file():
-        if any(next(folder.glob(pattern), None) for pattern in _PICKLED):
-            raise FileError(
-                f"{folder} contains only pickled weights, which can run code when loaded; convert them to safetensors "
-                "(with transformers' save_pretrained) or use a repository that has safetensors"
-            )
-        raise FileError(f"{folder} has neither model.safetensors nor {_INDEX}; give a folder that has one of them")
-    listed = read_json(index, "fetch or copy it again").get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
-        raise FileError(f"{index} has no weight_map; fetch or copy it again")
-    shards: dict[str, Path] = {}
-    kinds = {}
-    for shard in sorted(set(listed.values())):
-        path = folder / shard
-        # a shard must not be outside the folder
-        if Path(shard).name != shard or "\0" in shard or not path.is_file():
-            raise FileError(f"{folder} lacks the shard {shard!r} that {_INDEX} lists; fetch or copy it again")
-        kinds.update(stored := _kinds(path))
-        shards.update(dict.fromkeys(stored, path))
-    missing = sorted(set(listed) - set(shards))
-    if missing:
-        raise FileError(f"the shards in {folder} lack {_some(missing)} that {_INDEX} lists; fetch or copy them again")
-    return SafetensorsDir(folder, shards, kinds)
-
-
-def _kinds(path: Path) -> dict[str, str]:
-    """The names and types of a file's tensors."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_slice(name).get_dtype() for name in list(file.keys())}
-    except UNREADABLE as error:
-        raise _broken(path, error) from error
-
-
-def _some(names: list[str]) -> str:
-    shown = [name if name.isprintable() and len(name) < 100 else ascii(name)[:100] for name in names[:3]]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def stored_dtype(config: ModelConfig, tensors: SafetensorsDir, stated: torch.dtype | None = None) -> torch.dtype:
@@ -199,29 +103,6 @@ def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor)
     raise NumericsError(f"{named} has values that are not finite numbers (NaN or infinity); fetch the weights again")
 
 
-def is_finite(values: Tensor) -> bool:
-    """True if all values are finite. Minimum and maximum propagate NaN, and take a single read."""
-    if values.numel() == 0 or not values.is_floating_point():
-        return True
-    low, high = torch.aminmax(values)
-    return math.isfinite(float(low)) and math.isfinite(float(high))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def check_trained(name: str, value: Tensor, where: object, advice: str) -> None:
-    """Raise AdapterError unless a trained tensor of the file ``where`` is finite in float32, bfloat16 or float16."""
-    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise AdapterError(
-            f"{where} stores {name} as {dtype_name(value.dtype)}; use weights in float32, bfloat16 or float16"
-        )
-    if not is_finite(value):
-        raise AdapterError(f"{where} has values in {name} that are not finite numbers; {advice}")
-
-
 def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A decoder with arbitrary weights, for timing."""
     decoder = build_decoder(config, dtype=dtype)
@@ -290,14 +171,14 @@ def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters:
                 missing.append(names[0])
     if missing:
         raise ModelError(
-            f"the weights lack {_some(missing)}, which a {config.family} model of this config has; "
+            f"the weights lack {some_names(missing)}, which a {config.family} model of this config has; "
             "config.json and weights do not belong together or the copy is incomplete"
         )
     extra = sorted(name for name in tensors if name not in wanted and not name.endswith(_BUFFERS))
     if extra:
         warnings.warn(
-            f"the weights contain {_some(extra)}, which a {config.family} model of this config does not have; they are "
-            "not used",
+            f"the weights contain {some_names(extra)}, which a {config.family} model of this config does not have; "
+            "they are not used",
             ModelWarning,
             stacklevel=4,
         )

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anabranch.errors import FileError
-from anabranch.model.weights import UNREADABLE, is_finite
+from anabranch.model.stored import UNREADABLE, is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, parse_json
 
