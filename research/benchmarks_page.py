@@ -27,7 +27,7 @@ MACHINES = {
 }
 SUITES = {"spec_bench": "Spec-Bench"}
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, kinds of results
-    ("engines", "How fast is it beside other engines?", ("Drafters and other engines",)),
+    ("engines", "How fast is it compared with other engines?", ("Drafters and other engines",)),
     ("load", "What is left of the gain with several prompts at a time?", ("Several prompts at a time",)),
     ("context", "What happens at long context?", ("Long context",)),
     ("exactness", "Are the tokens those of plain decoding?", ("Exactness",)),

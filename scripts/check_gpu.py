@@ -45,14 +45,14 @@ from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import AnabranchError, FileError
 from anabranch.learning.examples import Example
 from anabranch.loading import LoadConfig, load
-from anabranch.methods import make_drafter, methods
+from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.load import Target
 from anabranch.model.weights import random_decoder
 from anabranch.support.files import shown_command, write_atomically
-from anabranch.train import train_adapter
+from anabranch.train import train_adapter, trainable
 from anabranch.train.trainer import Progress
 
 SPECS = ("prompt_lookup", "streams:tree=8", "streams:tree=8,placement=ride", "streams:tree=auto+prompt_lookup")
@@ -101,7 +101,7 @@ class Check:
 
 def streams(target: Decoder) -> torch.nn.Module:
     """An adapter of the shipped shape with random weights."""
-    trained = next(method.trained for method in methods() if method.name == "streams")
+    trained = trainable("streams").trained
     assert trained is not None
     recipe = trained.training.recipe("default-adapter", {})
     vocabulary = torch.arange(min(8192, target.config.vocab_size))
@@ -243,7 +243,7 @@ def training(check: Check) -> None:
     """Steps of training streams of the shipped shape for the shape of a 0.5B model."""
     decoder = check.decoder("Qwen2.5-0.5B")
     target = Target(decoder, None, decoder.config, "random", None, "0")
-    method = next(method for method in methods() if method.name == "streams")
+    method = trainable("streams")
     assert method.trained is not None
     for size, segment in ((2048, 128), (8192, 1024), (16384, 2048)):
         given = {"segment": segment, "batch_tokens": size, "epochs": 1.0, "held_out": 8, "warmup": 1}
