@@ -19,7 +19,6 @@ from anabranch.bench.summary import gather, summarise, summarise_rows
 from anabranch.certify import certify
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Spec, make_drafter, parse_spec
-from anabranch.sampling import SamplingParams
 
 __all__ = ["certificate", "one_row", "several_rows", "step_costs"]
 
@@ -35,7 +34,7 @@ def one_row(
     warm: Sequence[int],
     *,
     max_new_tokens: int,
-    sampling: SamplingParams | None = None,
+    temperature: float = 0.0,
     rejection: Collection[str] = (),
     report: Report = lambda what: None,
 ) -> Records:
@@ -48,17 +47,15 @@ def one_row(
     warm       a prompt that is not among those measured, for warming up
     rejection  the drafters whose drafts are verified by *rejection*, the others' by matching
     """
-    sampling = sampling or SamplingParams()
     capacity = max(len(warm), *(len(ids) for _, ids in prompts)) + max_new_tokens
     entries = {PLAIN: Entry(PLAIN, PLAIN)} | {name: Entry(name, str(spec)) for name, spec in specs.items()}
     opened: dict[str, Contender] = {
         name: open_entry(
             entry,
             loaded,
-            sampling=sampling,
+            call={"temperature": temperature, "rule": "rejection" if name in rejection else "match"},
             threads=torch.get_num_threads(),
             capacity=capacity,
-            rule="rejection" if name in rejection else "match",
         )
         for name, entry in entries.items()
     }
@@ -133,7 +130,7 @@ def several_rows(
     for name, spec in {PLAIN: parse_spec(PLAIN), **specs}.items():
         ours = open_entry(
             *(Entry(name, str(spec)), loaded),
-            sampling=SamplingParams(),
+            call={},
             threads=torch.get_num_threads(),
             capacity=capacity,
         )

@@ -32,7 +32,6 @@ from anabranch.loading import LoadConfig, Loaded, load
 from anabranch.methods import Spec
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids
-from anabranch.sampling import SamplingParams
 from anabranch.support.files import check_writable, shown_command, without_folders
 from case_parts import certificate, one_row, several_rows
 from cases import (
@@ -136,9 +135,8 @@ class Comparison:
             loaded = self.loaded(case, "none")
             chain = rejection_spec(case, loaded)
             tried = fixed if chain is None else {**fixed, "rejection": chain}
-            sampling = SamplingParams(temperature=1.0)
             return one_row(
-                loaded, tried, self.encoded(), self._ids(self.warm), sampling=sampling, rejection=("rejection",), **new
+                loaded, tried, self.encoded(), self._ids(self.warm), temperature=1.0, rejection=("rejection",), **new
             )
 
         def proved() -> Any:

@@ -13,7 +13,6 @@ from anabranch.bench.suites import load_suite
 from anabranch.loading import Loaded
 from anabranch.methods import parse_spec
 from anabranch.prompts import chat_ids
-from anabranch.sampling import SamplingParams
 from case_parts import one_row
 from studies.base import Setup, Table, spread
 
@@ -38,7 +37,7 @@ def alone(
     loaded: Loaded,
     specs: Mapping[str, str],
     *,
-    sampling: SamplingParams | None = None,
+    temperature: float = 0.0,
     rejection: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """One record per drafter, plain first: mean acceptance length, nodes a pass, tokens/s and its ratio to plain."""
@@ -51,7 +50,7 @@ def alone(
         prompts,
         warm,
         max_new_tokens=setup.new,
-        sampling=sampling,
+        temperature=temperature,
         rejection=rejection,
         report=setup.report,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from anabranch.model.text import ChatTemplate, template_reads
 from anabranch.processors import first_penalty, score_processors
 from anabranch.sampling import SamplingParams
 
-__all__ = ["NEW_TOKENS", "Options", "chat_options", "sampling_params"]
+__all__ = ["NEW_TOKENS", "Options", "chat_options", "requests", "sampling_params"]
 
 TEMPLATE_OPTIONS = ("tools", "documents", "chat_template", "continue_final_message")
 NEW_TOKENS = 256  # unless the call or the model says otherwise
@@ -48,6 +48,15 @@ def sampling_params(options: Keywords, defaults: Mapping[str, Any] | None = None
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     given = {name: options.get(name) for name in names if options.get(name) is not None}
     return SamplingParams(**{**(defaults or {}), **given, **more})
+
+
+def requests(prompts: Iterable[Sequence[int]], target: Target, options: Keywords) -> list[Request]:
+    """The engine's requests of a call for each prompt, with the defaults of the model's generation config.
+
+    Stop strings end none of them, since the engine knows no text. Raises InputError.
+    """
+    checked = Options(options)
+    return [checked.request(list(ids), target) for ids in prompts]
 
 
 class Options:

@@ -287,7 +287,7 @@ def test_transformers_decodes_what_we_decode(toys: ToyFolders, name: str) -> Non
 
     target = load_target(str(toys.model), dtype="float32")
     prompt = target.tokenizer.encode("the river, the river, the")
-    ours = Ours(target, make_drafter("none", target.decoder), capacity=64, sampling=SamplingParams())
+    ours = Ours(target, make_drafter("none", target.decoder), capacity=64, call={})
     (expected,) = ours.serve([prompt], rows=1, max_new_tokens=16).runs
     peer = _open(f"{name}:assistant={toys.model}" if name.endswith("assisted") else name, target)
     try:

@@ -14,7 +14,6 @@ from anabranch.bench.summary import ContenderAnswers, gather, quartiles, summari
 from anabranch.decoding.engine import Request
 from anabranch.decoding.stats import Stats
 from anabranch.methods import make_drafter
-from anabranch.sampling import SamplingParams
 from small import as_target, decode, prompt, small
 
 PROMPTS: list[Encoded] = [(SuitePrompt(str(i), "ab"[i % 2], "?"), [1, 2, i]) for i in range(4)]
@@ -234,7 +233,7 @@ def test_rows_decode_what_each_prompt_decodes_alone() -> None:
     stop = frozenset(target.config.eos_token_ids)
     alone, _ = decode(target.decoder, [Request(ids, 9, stop_ids=stop) for ids in prompts])
     for spec in ("none", "prompt_lookup"):
-        ours = Ours(target, make_drafter(spec, target.decoder), capacity=30, sampling=SamplingParams())
+        ours = Ours(target, make_drafter(spec, target.decoder), capacity=30, call={})
         for rows, several in ((2, prompts), (1, prompts[:1])):
             served = ours.serve(several, rows=rows, max_new_tokens=9)
             assert [run.token_ids for run in served.runs] == alone[: len(several)]

@@ -7,7 +7,6 @@ import pytest
 from anabranch.certify import Certificate, certify
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import parse_spec
-from anabranch.sampling import SamplingParams
 from small import as_target, prompt, small, small_adapter
 
 PROMPTS = [prompt(5, 1), prompt(9, 2)]
@@ -24,7 +23,7 @@ def test_drafts_change_nothing(spec: str, temperature: float) -> None:
         parse_spec(spec),
         PROMPTS,
         max_new_tokens=20,
-        sampling=SamplingParams(temperature=temperature, seed=3),
+        call={"temperature": temperature, "seed": 3},
         report=heard.append,
     )
     assert [one.verdict for one in found] == ["equal", "equal"]
@@ -35,7 +34,7 @@ def test_invalid_certificates_are_refused_first() -> None:
     target = as_target(small())
     with pytest.raises(InputError, match="at least one prompt"):
         certify(target, [], "none", [], max_new_tokens=4)
-    with pytest.raises(InputError, match="rows must be at least 1, got 0"):
+    with pytest.raises(InputError, match="rows must be a whole number of at least 1, got 0"):
         certify(target, [], "none", PROMPTS, max_new_tokens=4, rows=0)
     with pytest.raises(CapabilityError, match="needs an adapter"):
         certify(target, [], "streams", PROMPTS, max_new_tokens=4)

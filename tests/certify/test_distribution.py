@@ -17,17 +17,20 @@ from anabranch import verify
 from anabranch.certify import Design, SamplingCertificate, certify_sampling, html_page
 from anabranch.certify.distribution import DRAFTER, TOKENS, WRONG
 from anabranch.certify.draws import LENGTH, TopKAsSampled, choose_contexts, draw, sampling_scheduler, seeds
+from anabranch.declared import CALL, Keywords
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder
+from anabranch.options import requests
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from small import LLAMA, as_target, prompt, randomise, small_adapter
 from toy_distribution import assert_counts_from, next_probs
 
+WARM_CALL: Keywords = {"temperature": 1.5, "seed": 11}
 WARM = SamplingParams(temperature=1.5, seed=11)
 COARSE, COARSEST = Design(effect=0.5, cells=8), Design(effect=1, cells=8)
 
@@ -48,25 +51,24 @@ TEXT = [[1, 4, 2, 7, 3, 5] * 4]
 
 
 def outcome(target: Target, modules: list[nn.Module], spec: str, **options: Any) -> SamplingCertificate:
-    asked: dict[str, Any] = {"sampling": WARM, "design": COARSE, "max_new_tokens": 12, **options}
-    return certify_sampling(target, modules, spec, TEXT, **asked)
+    given = {name: options.pop(name) for name in {*CALL} - {"rows"} if name in options}
+    asked: dict[str, Any] = {"design": COARSE, "max_new_tokens": 12, **options}
+    return certify_sampling(target, modules, spec, TEXT, call={**WARM_CALL, **given}, **asked)
 
 
 @pytest.mark.parametrize(
-    ("spec", "rule", "sampling"),
+    ("spec", "call"),
     [
-        ("streams:tree=chain", "rejection", WARM),
-        ("auto", "match", replace(WARM, top_p=0.9)),
-        pytest.param("streams:tree=product,k=2", "rejection", WARM, marks=pytest.mark.thorough),
-        pytest.param("prompt_lookup", "match", replace(WARM, repetition_penalty=1.3), marks=pytest.mark.thorough),
-        pytest.param("suffix", "match", replace(WARM, top_k=4, min_p=0.05), marks=pytest.mark.thorough),
+        ("streams:tree=chain", {"rule": "rejection"}),
+        ("auto", {"top_p": 0.9}),
+        pytest.param("streams:tree=product,k=2", {"rule": "rejection"}, marks=pytest.mark.thorough),
+        pytest.param("prompt_lookup", {"repetition_penalty": 1.3}, marks=pytest.mark.thorough),
+        pytest.param("suffix", {"top_k": 4, "min_p": 0.05}, marks=pytest.mark.thorough),
     ],
 )
-def test_exact_drafters_are_lossless(
-    target: Target, modules: list[nn.Module], spec: str, rule: Any, sampling: SamplingParams
-) -> None:
+def test_exact_drafters_are_lossless(target: Target, modules: list[nn.Module], spec: str, call: dict[str, Any]) -> None:
     lines: list[str] = []
-    found = outcome(target, modules, spec, rule=rule, sampling=sampling, report=lines.append)
+    found = outcome(target, modules, spec, report=lines.append, **call)
     assert found.verdict == "lossless", found.reason
     assert found.samples == COARSE.samples(1)
     assert found.drafting.draft_nodes_per_step > 0.3, "drafted in spite of many rows"
@@ -150,11 +152,10 @@ def test_seeds_differ_between_arms_and_contexts() -> None:
 
 
 def test_contexts_are_uncertain_and_drafted_after(target: Target) -> None:
-    sharp = SamplingParams(temperature=0.5, seed=2)
     prompts = [prompt(20, n) for n in range(3)]
     prompts = [[token % 8 for token in each] for each in prompts]
-    found = choose_contexts(target, make_drafter("prompt_lookup", target.decoder), prompts, sharp, rule="match",
-                            max_new_tokens=16)  # fmt: skip
+    sharp = requests(prompts, target, {"temperature": 0.5, "seed": 2, "max_new_tokens": 16})
+    found = choose_contexts(target, make_drafter("prompt_lookup", target.decoder), sharp)
     for context in found:
         assert list(context.tokens[:20]) == prompts[context.prompt]
         assert context.tokens[-1] in context.tokens[:-1], "prompt lookup needs an earlier occurrence"
@@ -172,14 +173,14 @@ def test_failures_while_sampling_are_raised(target: Target) -> None:
 
 def test_untestable_requests_are_refused(target: Target, modules: list[nn.Module]) -> None:
     for options, message in (
-        ({"sampling": SamplingParams()}, "at temperature 0 there is no distribution to test"),
-        ({"rows": 0}, "rows must be at least 1, got 0"),
-        ({"sampling": SamplingParams(temperature=1e-4)}, "nearly certain of every next token"),
+        ({"temperature": 0.0}, "at temperature 0 there is no distribution to test"),
+        ({"rows": 0}, "rows must be a whole number of at least 1, got 0"),
+        ({"temperature": 1e-4}, "nearly certain of every next token"),
     ):
         with pytest.raises(InputError, match=message):
             outcome(target, modules, "prompt_lookup", **options)
     with pytest.raises(InputError, match="at least one prompt"):
-        certify_sampling(target, modules, "none", [], sampling=WARM)
+        certify_sampling(target, modules, "none", [], call=WARM_CALL)
     with pytest.raises(CapabilityError, match="use rule='match'"):
         outcome(target, modules, "prompt_lookup", rule="rejection")
 

@@ -272,3 +272,12 @@ def test_a_conversation_is_answered(anabranch: Anabranch, where: list[object], m
         assert said in anabranch(*command, path).err
     assert "give either" in anabranch(*command, path, "text").err
     assert "--messages needs the chat template" in anabranch(*command, path, "--raw").err
+
+
+@pytest.mark.parametrize("more", [(), ("--every-position",)])
+def test_a_trace_names_the_rule_that_verified(
+    anabranch: Anabranch, where: list[object], tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    drafter = ("--drafter", "streams:tree=chain", "--rule", "rejection", "--temperature", 1)
+    anabranch("generate", *where, "the thing", "-n", 4, *drafter, "--trace", tmp_path / "trace.jsonl", *more)
+    assert json.loads((tmp_path / "trace.jsonl").read_text().splitlines()[0])["rule"] == "rejection"

@@ -26,7 +26,6 @@ from anabranch.methods.draft_model import entry as draft_model
 from anabranch.methods.draft_model.module import DraftConfig
 from anabranch.methods.spec import Part
 from anabranch.model.load import Target, load_target
-from anabranch.sampling import SamplingParams
 from case_parts import certificate, one_row, several_rows, step_costs
 from cases import (
     Case,
@@ -213,11 +212,11 @@ def test_one_prompt_at_a_time(toys: ToyFolders, target: Target) -> None:
     chain = rejection_spec(case, loaded)
     assert chain is not None
     tried = {"4 nodes": specs["4 nodes"], "rejection": chain}
-    sampling = SamplingParams(temperature=1.0)
-    found = one_row(loaded, tried, asked, [1], max_new_tokens=12, sampling=sampling, rejection=("rejection",))
+
+    found = one_row(loaded, tried, asked, [1], max_new_tokens=12, temperature=1.0, rejection=("rejection",))
     assert found[1]["equal_outputs"] == 3
     assert "equal_outputs" not in found[2]
-    refused = one_row(loaded, tried, asked, [1], max_new_tokens=12, sampling=sampling, rejection=("4 nodes",))
+    refused = one_row(loaded, tried, asked, [1], max_new_tokens=12, temperature=1.0, rejection=("4 nodes",))
     assert "rejection" in refused[1]["error"]
     assert "error" not in refused[2]
 

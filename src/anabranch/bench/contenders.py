@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from anabranch.control.controller import Controller
+from anabranch.declared import Keywords
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.drafter import Drafter
 from anabranch.model.load import Target
-from anabranch.sampling import SamplingParams
-from anabranch.verify import Rule
+from anabranch.options import requests
 
 __all__ = ["Contender", "Ours", "Prompts", "Run", "Served"]
 
@@ -79,9 +79,9 @@ class Ours:
     to some hundred MB takes 0.04 to 0.9 s. An adaptive drafter keeps a controller for each number of rows.
 
     capacity    tokens of the longest prompt and its completion
+    call        the options of decoding; those left out are the defaults of the model's generation config
     spec        the drafter's specification, "auto" resolved
     controller  makes the controller of an adaptive drafter; None: the engine's own
-    rule        how drafts are verified
     """
 
     def __init__(
@@ -90,30 +90,28 @@ class Ours:
         drafter: Drafter,
         *,
         capacity: int,
-        sampling: SamplingParams,
+        call: Keywords,
         spec: str = "",
         controller: Callable[[], Controller] | None = None,
-        rule: Rule = "match",
     ) -> None:
         self.target, self.drafter, self.capacity = target, drafter, capacity
-        self.sampling, self.spec, self.rule = sampling, spec, rule
+        self.call, self.spec = call, spec
         self._make_controller = controller
         self._controllers: dict[int, Controller] = {}
         self._alone: Scheduler | None = None
-        self._stop = frozenset(target.config.eos_token_ids)
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
         """Keep ``rows`` prompts in progress until none is left."""
-        requests = [Request(ids, max_new_tokens, self.sampling, self._stop, self.rule) for ids in prompts]
-        if len(requests) == 1:
+        asked = requests(prompts, self.target, {**self.call, "max_new_tokens": max_new_tokens})
+        if len(asked) == 1:
             self._alone = self._alone or self._scheduler(rows, prefix_bytes=0)
             engine = self._reserved(self._alone)
-            engine.rehearse(requests[0])
-            return self._serve(self._alone, requests)
+            engine.rehearse(asked[0])
+            return self._serve(self._alone, asked)
         scheduler = self._scheduler(rows)
         self._reserved(scheduler)
         try:
-            return self._serve(scheduler, requests)
+            return self._serve(scheduler, asked)
         finally:
             scheduler.close()
 

@@ -13,15 +13,15 @@ from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
 from anabranch.control.controller import Controller
 from anabranch.control.profiles import settle
+from anabranch.declared import Keywords
 from anabranch.drafting.quoting import pieces
 from anabranch.errors import InputError
 from anabranch.loading import Loaded
 from anabranch.methods import AUTO, make_drafter, parse_spec, resolve_spec
 from anabranch.methods import methods as known_methods
 from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
-from anabranch.sampling import SamplingParams
+from anabranch.options import sampling_params
 from anabranch.support.files import without_folders
-from anabranch.verify import Rule
 
 __all__ = [
     "PLAIN",
@@ -140,17 +140,13 @@ def open_entry(
     entry: Entry,
     loaded: Loaded,
     *,
-    sampling: SamplingParams,
+    call: Keywords,
     threads: int,
     capacity: int,
-    rule: Rule = "match",
 ) -> Contender:
-    """Prepare the contender for decoding; this starts a peer's process and loads its weights.
-
-    rule  how our own drafts are verified
-    """
+    """Prepare the contender for decoding with the options ``call``; starts a peer's process and loads its weights."""
     if entry.kind == "peer":
-        return open_peer(entry.spec, loaded.target, sampling=sampling, threads=threads, capacity=capacity)
+        return open_peer(entry.spec, loaded.target, sampling=sampling_params(call), threads=threads, capacity=capacity)
     target = loaded.target
     spec = resolve_spec(entry.spec, *loaded.modules, target=target.decoder)
     drafter = make_drafter(spec, target.decoder, *loaded.modules)
@@ -158,4 +154,4 @@ def open_entry(
     if drafter.adaptive:
         known = settle(target, loaded.adapters)
         controller = partial(Controller, known.costs, ragged=target.decoder.ragged, choice=known.choice)
-    return Ours(target, drafter, capacity=capacity, sampling=sampling, spec=str(spec), controller=controller, rule=rule)
+    return Ours(target, drafter, capacity=capacity, call=call, spec=str(spec), controller=controller)

@@ -17,12 +17,11 @@ from anabranch.bench.run import Encoded
 from anabranch.bench.session import Session
 from anabranch.bench.suites import SuitePrompt
 from anabranch.bench.verdict import short_table, verdict
+from anabranch.declared import Keywords, Rule, check
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded
 from anabranch.model.load import Target
 from anabranch.prompts import Arrays, Ids, read_prompts
-from anabranch.sampling import SamplingParams
-from anabranch.verify import Rule
 
 __all__ = ["BenchResult", "Measured", "bench"]
 
@@ -121,10 +120,10 @@ def bench(
     max_new_tokens: int = 128,
     repeats: int = 1,
     temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     rule: Rule = "match",
     report: Callable[[int, int, str], None] = lambda done, total, what: None,
@@ -136,7 +135,8 @@ def bench(
     repeats   how often each prompt is decoded by each drafter; rates are medians
     report    called with prompts done, prompts in total, and what is next
 
-    The other options are those of ``Model.generate``. Run nothing else at the same time, in this process either.
+    The other options are those of ``Model.generate``, with the same defaults. Run nothing else at the same time, in
+    this process either.
 
     Raises InputError for an invalid argument, and CapabilityError if no drafter can be measured. A drafter that fails
     has an ``error``, and the others are measured.
@@ -144,18 +144,20 @@ def bench(
     for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    call: Keywords = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "rule": rule,
+    }
+    check(call)
     entries = _entries(drafters)
     encoded = _encoded(model, prompts, max_new_tokens)
     run = {"max_new_tokens": max_new_tokens, "repeats": repeats}
-    with Session(run, entries, encoded, {"none": Loaded(model.target, model.adapters)}, sampling, rule=rule) as session:
+    with Session(run, entries, encoded, {"none": Loaded(model.target, model.adapters)}, call) as session:
         session.open()
         session.decode(report)
         if len(session.failed) == len(entries):

@@ -33,12 +33,11 @@ from anabranch.bench.run import (
     warm_up,
 )
 from anabranch.bench.summary import ContenderAnswers, gather, summarise, summarise_rows
+from anabranch.declared import Keywords
 from anabranch.loading import Loaded
 from anabranch.model.quantize import Quantization
 from anabranch.model.reads import weight_bytes
-from anabranch.sampling import SamplingParams
 from anabranch.support.files import without_folders
-from anabranch.verify import Rule
 
 __all__ = ["Session"]
 
@@ -51,7 +50,7 @@ class Session:
 
     rows   decode all prompts together, so many at a time, for each of these numbers; empty: decode them one by one
     shown  number of prompts whose forward passes are kept one by one, to be shown as examples
-    rule   how our own drafts are verified
+    call   the options of decoding, without the number of new tokens
     """
 
     def __init__(
@@ -60,12 +59,11 @@ class Session:
         entries: Sequence[Entry],
         prompts: Sequence[Encoded],
         loaded: Mapping[Quantization, Loaded],
-        sampling: SamplingParams,
+        call: Keywords,
         tell: Tell = lambda sentence: None,
         recordings: Recordings | None = None,
         shown: int = 0,
         rows: Sequence[int] = (),
-        rule: Rule = "match",
     ) -> None:
         self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
         self.repeats = run["repeats"]
@@ -74,8 +72,8 @@ class Session:
             self.loads = [Load(tuple(prompts), number) for _ in range(self.repeats) for number in rows]
             self.repeats = 1
         self.recordings = Recordings({}, {}, {}) if recordings is None else recordings
-        self.loaded, self.target, self.sampling = loaded, next(iter(loaded.values())).target, sampling
-        self.rule, self.shown = rule, shown
+        self.loaded, self.target, self.call = loaded, next(iter(loaded.values())).target, call
+        self.shown = shown
         self.environment: dict[str, Any] = {}
         self.machine: dict[str, Any] = {}
         self.memory_mb: dict[str, float] = {}
@@ -146,10 +144,9 @@ class Session:
                 contender = open_entry(
                     entry,
                     self.loaded[entry.weights],
-                    sampling=self.sampling,
+                    call=self.call,
                     threads=torch.get_num_threads(),
                     capacity=capacity,
-                    rule=self.rule,
                 )
             except FAILURES as error:
                 self._fail(entry.name, describe(error))
@@ -233,7 +230,7 @@ class Session:
 
     def comparable(self, name: str) -> bool:
         """Return whether its tokens should equal plain decoding's: a peer samples with its own random numbers."""
-        return self.sampling.greedy or self.facts[name]["kind"] == "ours"
+        return not self.call.get("temperature") or self.facts[name]["kind"] == "ours"
 
     def records(self) -> list[dict[str, Any]]:
         """One record per contender for all completed prompts (docs/metrics.md), with its properties."""

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from anabranch.declared import Keywords
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import InputError
@@ -26,7 +27,8 @@ from anabranch.methods import Drafter, Spec, make_drafter
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
-from anabranch.sampling import MIN_TEMPERATURE, SamplingParams, gumbels, position_keys, process_logits
+from anabranch.options import requests
+from anabranch.sampling import MIN_TEMPERATURE, gumbels, position_keys, process_logits
 
 __all__ = ["Certificate", "certify", "last_logits"]
 
@@ -64,13 +66,14 @@ def certify(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: SamplingParams | None = None,
+    call: Keywords | None = None,
     rows: int = 1,
     report: Callable[[Certificate], None] = lambda certificates: None,
 ) -> list[Certificate]:
     """Decode every prompt plainly and with the drafter ``spec``, and compare the tokens.
 
     modules  the modules trained for the target, as for ``make_drafter``
+    call     the options of decoding; those left out are the defaults of the model's generation config
     rows     how many prompts are decoded with the drafter at a time, joining the batch as others leave; plain decoding
              is always one prompt at a time
     report   called with each prompt's result, in order
@@ -79,15 +82,11 @@ def certify(
     """
     if not prompts:
         raise InputError("there is nothing to certify; give at least one prompt")
-    if rows < 1:
-        raise InputError(f"rows must be at least 1, got {rows}")
-    sampling = sampling or SamplingParams()
-    stop = frozenset(target.config.eos_token_ids)
-    requests = [Request(prompt, max_new_tokens, sampling, stop) for prompt in prompts]
-    plain = _Decoding(target, make_drafter("none", target.decoder), requests, rows=1)
-    drafted = _Decoding(target, make_drafter(spec, target.decoder, *modules), requests, rows=rows)
+    asked = requests(prompts, target, {**(call or {}), "max_new_tokens": max_new_tokens, "rows": rows})
+    plain = _Decoding(target, make_drafter("none", target.decoder), asked, rows=1)
+    drafted = _Decoding(target, make_drafter(spec, target.decoder, *modules), asked, rows=rows)
     certificates = []
-    for index, request in enumerate(requests):
+    for index, request in enumerate(asked):
         certificates.append(_compare(target, index, request, plain.tokens(index), drafted.tokens(index)))
         report(certificates[-1])
     return certificates

@@ -31,10 +31,12 @@ from anabranch.certify.statistics import (
     samples_needed,
     total_variation,
 )
+from anabranch.declared import Keywords
 from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Spec, make_drafter
 from anabranch.model.load import Target
+from anabranch.options import requests
 from anabranch.sampling import SamplingParams
 from anabranch.verify import Rule
 
@@ -183,8 +185,7 @@ def certify_sampling(
     spec: str | Spec,
     prompts: Sequence[Sequence[int]],
     *,
-    sampling: SamplingParams,
-    rule: Rule = "match",
+    call: Keywords,
     design: Design | None = None,
     max_new_tokens: int = 64,
     rows: int = 32,
@@ -193,7 +194,8 @@ def certify_sampling(
     """Test the distribution of what the drafter ``spec`` decodes after one context of each prompt.
 
     modules         the modules trained for the target, as for ``make_drafter``
-    sampling        at a temperature above 0; its seed is that of the whole test
+    call            options of decoding: a temperature above 0, the seed of the whole test, the rule. Those left out are
+                    the defaults of the model's generation config
     max_new_tokens  contexts end within so many sampled tokens after their prompt
     rows            samples that are decoded at a time
     report          called with lines of progress
@@ -202,13 +204,12 @@ def certify_sampling(
     """
     if not prompts:
         raise InputError("there is nothing to certify; give at least one prompt")
-    if sampling.greedy:
+    if not call.get("temperature"):
         raise InputError("at temperature 0 there is no distribution to test; give a temperature above 0")
-    if rows < 1:
-        raise InputError(f"rows must be at least 1, got {rows}")
     design = design or Design()
     drafter = make_drafter(spec, target.decoder, *modules)
-    contexts = choose_contexts(target, drafter, prompts, sampling, rule=rule, max_new_tokens=max_new_tokens)
+    asked = requests(prompts, target, {**call, "max_new_tokens": max_new_tokens, "rows": rows})
+    contexts = choose_contexts(target, drafter, asked)
     samples = design.samples(len(contexts))
     report(
         f"{samples:,} samples per arm after each of {len(contexts)} contexts find effects of w = {design.effect:g} "
@@ -219,20 +220,22 @@ def certify_sampling(
     stats, scheduler = [], sampling_scheduler(target, rows)
 
     def one(arm: str, drafter: Drafter, index: int, rule: Rule) -> tuple[Samples, Stats]:
+        sampling = asked[contexts[index].prompt].sampling
         drawn = seeds(sampling.seed, ARMS.index(arm), index, samples)
         return draw(scheduler, drafter, contexts[index].tokens, sampling, rule=rule, seeds=drawn)
 
     for index, context in enumerate(contexts):
         control, _ = one(CONTROL, make_drafter("none", target.decoder), index, "match")
-        drafted, drafting = one(DRAFTER, drafter, index, rule)
+        drafted, drafting = one(DRAFTER, drafter, index, asked[0].rule)
         wrong, _ = one(WRONG, _wrong(target, control, context, design), index, "rejection")
         stats.append(drafting)
         for arm, sampled in ((DRAFTER, drafted), (WRONG, wrong)):
             tests += _tests(index, arm, sampled, control, design)
             report(f"context {index + 1} of {len(contexts)}, {arm}: {_shown(tests[-len(TOKENS) :])}")
     merged = Stats.merged(stats)
+    findings = _judged(tests, design.alpha)
     return SamplingCertificate(
-        str(spec), rule, sampling, design, samples, tuple(contexts), _judged(tests, design.alpha), merged
+        *(str(spec), asked[0].rule, asked[0].sampling, design, samples, tuple(contexts), findings, merged)
     )
 
 

@@ -142,13 +142,10 @@ def draw(
 def choose_contexts(
     target: Target,
     drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    *,
-    rule: Rule,
-    max_new_tokens: int,
+    requests: Sequence[Request],
 ) -> list[Context]:
-    """One context of each prompt: up to ``max_new_tokens`` sampled tokens after it, where the test can see most.
+    """One context of each prompt: so many sampled tokens after it, at most those of its request, where the test can
+    see most.
 
     That is where the drafter proposes something, if it does anywhere, and the target's most probable next token has a
     probability closest to 1/2. Prompts after which the target is nearly certain of every token have none.
@@ -156,9 +153,6 @@ def choose_contexts(
     Raises InputError if no prompt has one, and what ``Scheduler.submit`` raises.
     """
     scheduler = sampling_scheduler(target, 1)
-    requests = [
-        Request(prompt, max_new_tokens, sampling, frozenset(target.config.eos_token_ids), rule) for prompt in prompts
-    ]
     tickets = [scheduler.submit(request, drafter) for request in requests]
     contexts = []
     for index, ticket in enumerate(tickets):
@@ -168,7 +162,7 @@ def choose_contexts(
             if step.drafted:
                 places.append(len(text))
             text += step.tokens
-        context = _most_open(target, index, text, start, places or range(start, len(text)), sampling)
+        context = _most_open(target, index, text, start, places or range(start, len(text)), ticket.request.sampling)
         if context is not None:
             contexts.append(context)
     if not contexts:

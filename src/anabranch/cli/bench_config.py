@@ -239,6 +239,20 @@ def entries_of(config: Contenders, defaults: Sequence[str] | None = None) -> lis
     return entries
 
 
+def measured(loading: Loading, kind: Quantization, *, peers: bool) -> Loaded:
+    """Load the target with one kind of weights; beside ``peers`` without the defaults of its generation config."""
+    from anabranch.cli.show import name_defaults, sentences
+    from anabranch.model.generation_config import GenerationDefaults
+
+    loaded = options.load(replace(loading, quantize=kind))
+    if not peers:
+        name_defaults(loaded.target)
+    elif (target := loaded.target).generation.honoured:
+        sentences(["peers know no defaults of a generation config, so all contenders decode without them"])
+        return replace(loaded, target=replace(target, generation=GenerationDefaults()))
+    return loaded
+
+
 def prepared(
     config: Contenders, source: options.Prompts, prompts: Sequence[SuitePrompt], entries: Sequence[Entry]
 ) -> Prepared:
@@ -253,7 +267,7 @@ def prepared(
     seconds: dict[str, float] = {}
     for kind in QUANTIZATIONS:
         if any(entry.weights == kind for entry in entries):
-            loaded = targets[kind] = options.load(replace(config.loading, quantize=kind))
+            loaded = targets[kind] = measured(config.loading, kind, peers=bool(config.peer))
             suffix = "" if kind == "none" else f" {kind}"
             seconds[f"load{suffix}"] = round(loaded.load_seconds, 3)
             seconds[f"pack{suffix}"] = round(loaded.pack_seconds, 3)
@@ -299,6 +313,7 @@ def _description(
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": sampling.seed,
+        **({"generation_config": defaults} if (defaults := loaded.target.generation.of_tokens) else {}),
         "chat_template": not prompts.raw,
         "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
         "repeats": config.repeats,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anabranch.cli import options
 from anabranch.cli.bench_config import Contenders, LoadConfig, command, entries_of, prepared
 from anabranch.cli.bench_run import decode, stop_unmeasured
 from anabranch.cli.layout import status_console
@@ -42,8 +41,9 @@ def run(config: LoadConfig) -> None:
     _check_rows(rows, len(prompts))
     ready = prepared(contenders, config.prompts, prompts, entries)
     description = ready.description | {"rows": list(rows)}
-    sampling, console, interrupted = options.params(contenders.sampling), status_console(), False
-    with Session(description, entries, ready.encoded, ready.loaded, sampling, console.print, rows=rows) as session:
+    console, interrupted = status_console(), False
+    call = contenders.sampling
+    with Session(description, entries, ready.encoded, ready.loaded, call, console.print, rows=rows) as session:
         session.prepare(None, resume=False)
         session.open()
         try:

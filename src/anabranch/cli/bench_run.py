@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anabranch.cli import options
 from anabranch.cli.bench_config import (
     Files,
     RunConfig,
@@ -65,7 +64,7 @@ def run(config: RunConfig | TaskConfig) -> None:
         entries,
         ready.encoded,
         ready.loaded,
-        options.params(contenders.sampling),
+        contenders.sampling,
         console.print,
         recordings,
         shown,

@@ -89,6 +89,7 @@ def certify(config: CertifyConfig) -> None:
     must be found, or the result is inconclusive.
     """
     from anabranch.cli.layout import status_console
+    from anabranch.cli.show import name_defaults
     from anabranch.methods import parse_spec, resolve_spec
     from anabranch.model.kernel_use import near_ties
 
@@ -98,6 +99,7 @@ def certify(config: CertifyConfig) -> None:
     _check(config)
     suite = config.prompts.read()
     loaded = options.load(config.loading)
+    name_defaults(loaded.target)
     if said := near_ties(loaded.target.decoder):
         status_console().print(said)
     drafter = resolve_spec(config.drafter, *loaded.modules, target=loaded.target.decoder)
@@ -148,7 +150,7 @@ def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[
         drafter,
         [_ids(config, loaded, text) for text, _ in prompts],
         max_new_tokens=config.max_new_tokens,
-        sampling=options.params(config.sampling),
+        call=config.sampling,
         rows=config.rows or ROWS,
         report=report,
     )
@@ -171,8 +173,7 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
         loaded.modules,
         drafter,
         [_ids(config, loaded, text) for text in prompts],
-        sampling=options.params(config.sampling),
-        rule="rejection" if config.test.rule == "rejection" else "match",
+        call={**config.sampling, "rule": "rejection" if config.test.rule == "rejection" else "match"},
         design=config.test.design,
         max_new_tokens=config.max_new_tokens,
         rows=config.rows or SAMPLED_ROWS,

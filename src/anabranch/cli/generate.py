@@ -259,7 +259,8 @@ def _recorded(
     assert config.trace is not None
     settings: dict[str, Any] = {**call, "drafter": str(loaded.drafter), "model": loaded.target.title}
     del settings["on_prompt"]
-    with TraceWriter(config.trace, settings=settings, every_position=config.every_position) as writer:
+    kind: Any = {"rule": call["rule"], "every_position": config.every_position}
+    with TraceWriter(config.trace, settings=settings, **kind) as writer:
         if config.every_position:
             checked, decoder = Options(call), loaded.target.decoder
             drafter = make_drafter(loaded.spec, decoder, *(adapter.module for adapter in loaded.adapters))

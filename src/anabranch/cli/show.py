@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from anabranch.decoding.generation import Chunk, Generation
     from anabranch.decoding.stats import Stats
     from anabranch.loading import LoadConfig
+    from anabranch.model.load import Target
 
 __all__ = [
     "Marker",
@@ -43,6 +44,7 @@ __all__ = [
     "labelled",
     "lesser_kernels",
     "load_model",
+    "name_defaults",
     "note",
     "passes",
     "prompt_ids",
@@ -422,10 +424,16 @@ def load_model(loading: LoadConfig, drafter: str | None, call: Keywords, wait: W
         wait.tell(said)
 
     loaded = load(loading, fetch=fetch)
-    if defaults := loaded.target.generation.sentences():
+    if loaded.target.generation.honoured:
         wait.clear()
-        sentences(defaults)
+        name_defaults(loaded.target, text=True)
     return Model(loaded.target, loaded.adapters, drafter)
+
+
+def name_defaults(target: Target, *, text: bool = False) -> None:
+    """Print the defaults of the model's generation config that a command uses (``GenerationDefaults.sentences``)."""
+    if defaults := target.generation.sentences(text=text):
+        sentences(defaults)
 
 
 def prompt_ids(model: Model, asked: Any, *, raw: bool = False, system: str | None = None) -> list[int]:

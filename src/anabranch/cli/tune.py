@@ -57,6 +57,7 @@ def tune(config: TuneConfig) -> None:
     adapters of several methods, it tries each and 'auto' starts with the fastest. 12 prompts are enough, so that is
     the default of --limit. Run nothing else at the same time.
     """
+    from anabranch.cli.show import name_defaults
     from anabranch.control.profiles import Situation, keep_tuned, save_profile
     from anabranch.methods import AUTO
     from anabranch.support.files import check_output
@@ -73,6 +74,7 @@ def tune(config: TuneConfig) -> None:
         return
     suite = config.prompts.read(limit=PROMPTS)
     loaded = options.load(config.loading)
+    name_defaults(loaded.target)
     prompts = _fitting([prompt.asked for prompt in suite], loaded, config)
     with _bar() as (bar, line):
         fitted = fit(

@@ -84,9 +84,20 @@ class GenerationDefaults:
         """The honoured and the suggested defaults as JSON values."""
         return {"honoured": self.honoured, "suggested": dict(self.suggested)}
 
-    def sentences(self) -> list[str]:
-        """Facts for the command line; none for a model without such defaults."""
-        return [f"defaults of the model's generation config: {_listed(self.honoured)}"] if self.honoured else []
+    @property
+    def of_tokens(self) -> dict[str, Any]:
+        """Those that matter where tokens are decoded without their text, with a number of new tokens of their own."""
+        return {name: value for name, value in self.honoured.items() if name not in (*LENGTHS, "stop_strings")}
+
+    def sentences(self, *, text: bool = True) -> list[str]:
+        """Facts for the command line; none for a model without such defaults.
+
+        text  False: for commands that use ``of_tokens`` only
+        """
+        used = self.honoured if text else self.of_tokens
+        facts = [f"defaults of the model's generation config: {_listed(used)}"] if used else []
+        unused = [] if text or not self.stop else ["its stop strings end no text here"]
+        return [*facts, *unused]
 
 
 def read_defaults(folder: Path, described: Mapping[str, Any], advice: str) -> tuple[GenerationDefaults, Any]:

@@ -25,11 +25,12 @@ from torch import nn
 
 from anabranch.analysis.simulate import Prediction
 from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
-from anabranch.decoding.engine import Engine, Request
+from anabranch.decoding.engine import Engine
 from anabranch.errors import InputError
 from anabranch.methods import AUTO, Drafter, Observation, Row, Spec, Taps, make_drafter
 from anabranch.model.load import Target
 from anabranch.model.passes import PassResult, Rider
+from anabranch.options import requests
 from anabranch.tree import DraftTree
 from anabranch.tune.candidates import PLAIN, Candidate, Candidates, find_candidates
 from anabranch.tune.timing import MeasuredTimes, measure_times
@@ -250,11 +251,11 @@ def _record(
 
     The text does not depend on drafts, so each prompt is decoded only once for all methods that can share a pass.
     """
-    stop = frozenset(target.config.eos_token_ids)
+    asked = requests(prompts, target, {"max_new_tokens": max_new_tokens})
     rows: dict[str, list[TraceRow]] = {method: [] for method in candidates.recorded}
     groups = _together(candidates.recorded)
     with tempfile.TemporaryDirectory() as folder:
-        for number, prompt in enumerate(prompts):
+        for number, request in enumerate(asked):
             report("recording drafts", number, len(prompts))
             paths = {method: Path(folder) / f"{number}-{method}.jsonl" for method in candidates.recorded}
             for group in groups:
@@ -266,8 +267,10 @@ def _record(
                         for method in group
                     }
                     watched = [writer.watch(candidates.recorded[method]) for method, writer in writers.items()]
-                    engine = Engine(target.decoder, _Beside(watched), capacity=len(prompt) + max_new_tokens + 1)
-                    engine.add(Request(prompt, max_new_tokens, stop_ids=stop))
+                    engine = Engine(
+                        target.decoder, _Beside(watched), capacity=len(request.prompt_ids) + max_new_tokens + 1
+                    )
+                    engine.add(request)
                     for step in engine.run():
                         for writer in writers.values():
                             writer.add(step)
@@ -318,17 +321,15 @@ def _check(
     report: Report,
 ) -> dict[str, float]:
     """Decode all prompts with each candidate in alternation; returns tokens/s while decoding, by specification."""
-    stop = frozenset(target.config.eos_token_ids)
     capacity = max(map(len, prompts)) + max_new_tokens + 1
     engines = {
         str(spec): Engine(target.decoder, make_drafter(spec, target.decoder, *modules), capacity=capacity)
         for spec in dict.fromkeys(candidate.spec for candidate in candidates)
     }
     tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
-    for number, prompt in enumerate(prompts):
+    for number, request in enumerate(requests(prompts, target, {"max_new_tokens": max_new_tokens})):
         report("check", number, len(prompts))
         for name, engine in engines.items():
-            request = Request(prompt, max_new_tokens, stop_ids=stop)
             engine.rehearse(request)
             engine.add(request)
             began = time.perf_counter()
