@@ -224,6 +224,21 @@ inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, co
     }
 }
 
+// scale times (value - offset), and the minimum, of each weight
+template <class F, int LINES>
+inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char*,
+                            Sums& acc) {
+  for (int m = 0; m < count; ++m)
+    for (int j = 0; j < BLOCK; ++j)
+      for (int g = 0; g < width / BLOCK; ++g) {
+        float weights[BLOCK];
+        to_floats<F>(get_group<F>(block, g, j), weights);
+        float& sum = acc[m][j / 16].lane[j % 16];
+        const QuantizedGroup& row = x[m * stride + g];
+        for (int k = 0; k < BLOCK; ++k) sum += row.scale * static_cast<float>(row.value[k]) * weights[k];
+      }
+}
+
 inline void expand_group(const uint8_t* group, bf16* to) {
   for (int k = 0; k < BLOCK; ++k)
     for (int j = 0; j < BLOCK; ++j) {

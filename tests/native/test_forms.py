@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import test_kernels
+import test_stored
 import torch
 
 from anabranch.errors import InputError
 from anabranch.model.native_linear import NativeLinear
 from anabranch.native import build
 from anabranch.native import library as native
+from anabranch.native.arguments import STORED_TYPES
 from anabranch.support.processor import processor_flags, processor_vendor
 
 HEADER, SCALAR = Path(__file__).with_name("pretended_tiles.h"), Path(__file__).with_name("scalar.h")
@@ -83,6 +85,13 @@ def test_products(other: str, outputs: int, rows: int, width: int) -> None:
     y = linear(x)
     torch.testing.assert_close(y, x.float() @ weight.float().T + bias.float(), rtol=1e-4, atol=1e-3)
     assert torch.equal(y, torch.cat([linear(row[None]) for row in x]))
+
+
+@in_every_other_form
+@pytest.mark.parametrize("name", STORED_TYPES)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_products_with_weights_as_stored(other: str, name: str, rows: int) -> None:
+    test_stored.check_products(name, rows)
 
 
 @in_every_other_form

@@ -11,10 +11,27 @@ from torch import Tensor
 
 from anabranch.native.structs import Packed
 
-__all__ = ["BLOCK", "KINDS", "address", "filled", "packable", "require", "row_kind", "rows_for", "scores"]
+__all__ = [
+    "BLOCK",
+    "KINDS",
+    "STORED_TYPES",
+    "address",
+    "filled",
+    "packable",
+    "require",
+    "row_kind",
+    "rows_for",
+    "scores",
+]
 
 BLOCK = 32  # outputs of a packed block
-KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3, "compact": 4}  # of packed weights
+# of packed weights
+KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3, "compact": 4, "stored": 5}
+# The formats of stored weights by their names in GGUF files, and their numbers there (``stored.h``).
+STORED_TYPES = {
+    "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39,
+}  # fmt: skip
 
 
 def require(holds: bool, what: str, *values: object) -> None:
@@ -38,7 +55,7 @@ def address(array: NDArray[Any]) -> int:
 
 def packable(kind: str, weight: Tensor, scale: Tensor | None, least: Tensor | None) -> None:
     """Check a weight to pack and, if it is quantised, its scales; see ``Library.pack``."""
-    require(kind in KINDS, "unknown kind of packed weight {}", kind)
+    require(kind in KINDS and kind != "stored", "a weight of kind {} cannot be packed from values", kind)
     require(weight.dim() == 2 and weight.numel() > 0, "a weight to pack has the shape {}", weight.shape)
     outputs, width = weight.shape
     plain = kind in ("bfloat16", "float32")
@@ -65,7 +82,13 @@ def rows_for(packed: Packed, x_MD: Tensor, bias_N: Tensor | None) -> tuple[Tenso
     kind = row_kind(x_MD)
     require(x_MD.is_cpu and x_MD.dim() == 2, "rows must be [M, D] on the CPU, got {} on {}", x_MD.shape, x_MD.device)
     require(x_MD.shape[1] == packed.width, "rows of width {} for a weight of width {}", x_MD.shape[1], packed.width)
-    suits = (KINDS["int8"], KINDS["int4"], kind, *((KINDS["compact"],) if x_MD.dtype == torch.bfloat16 else ()))
+    suits = (
+        KINDS["int8"],
+        KINDS["int4"],
+        KINDS["stored"],
+        kind,
+        *((KINDS["compact"],) if x_MD.dtype == torch.bfloat16 else ()),
+    )
     require(packed.kind in suits, "rows of {} for a weight of kind {}", x_MD.dtype, packed.kind)
     if bias_N is None:
         return x_MD.contiguous(), None

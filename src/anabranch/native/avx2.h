@@ -207,7 +207,7 @@ struct QuantizedGroup {
   int16_t wide[BLOCK];  // the values again: of every 4 the first and third, then the second and fourth
 #endif
   float scale, sum;
-  int32_t offset;
+  int32_t offset[2];
 };
 
 // The largest absolute value, or NaN if there is one: without signs, floats order like their bits, and NaN comes last.
@@ -237,11 +237,13 @@ inline void store32(QuantizedGroup* row, int b, F32x16 low, F32x16 high) {
 #endif
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(l, h), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(row[b].value), bytes);
-  const __m256i eight = _mm256_madd_epi16(_mm256_add_epi16(l, h), _mm256_set1_epi16(1));
-  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
-  const int32_t sum = _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
-  set_scale(row + b, most, sum);
+  const auto sum = [](__m256i x) {
+    const __m256i eight = _mm256_madd_epi16(x, _mm256_set1_epi16(1));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
+  };
+  set_scale(row + b, most, sum(l), sum(h));
 }
 
 inline F32x16 broadcast_word(const Rounded* p) { return broadcast(p->value); }

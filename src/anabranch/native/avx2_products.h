@@ -136,12 +136,23 @@ inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
 inline __m256i whole_sum(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 #endif
 
+// sum + the products of values 4 k to 4 k + 3 of a row and of 8 outputs' weights, in bytes
+inline __m256i add_byte_products(__m256i sum, __m256i weights, const QuantizedGroup& x, int k) {
+#ifdef __AVXVNNI__
+  return add_products(sum, weights, broadcast8(x.value + 4 * k));
+#else
+  const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(weights, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, broadcast8(x.wide + 4 * k)));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, broadcast8(x.wide + 4 * k + 2)));
+#endif
+}
+
 template <int ROWS, int VECTORS>
 inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(x[m * stride].offset);
+    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(offset_of<128>(x[m * stride], 0, 1));
 #pragma GCC unroll UNROLLED
   for (int k = 0; k < BLOCK / 4; ++k) {
 #ifdef __AVXVNNI__
@@ -260,6 +271,48 @@ inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, co
     for (int j = 0; j < 4; ++j)
       sums[4 * m + j] = NARROW ? sums[4 * m + j] + total[m][j]
                                : _mm256_fmadd_ps(total[m][j], _mm256_loadu_ps(scales + 8 * j), sums[4 * m + j]);
+}
+
+// total += the products of an expanded group, for the 16 outputs of vectors ``at`` and ``at`` + 1
+template <class F>
+inline void multiply_expanded_part(const QuantizedGroup& x, const ExpandedGroup& group, int at, __m256* total) {
+  const __m256 s = _mm256_set1_ps(x.scale);
+  for (int h = 0; h < F::HALVES; ++h) {
+    __m256i sum[2];
+    sum[0] = sum[1] = _mm256_set1_epi32(offset_of<byte_offset<F>()>(x, h, F::HALVES));
+    for (int k = 8 / F::HALVES * h; k < 8 / F::HALVES * (h + 1); ++k)
+      for (int j = 0; j < 2; ++j) {
+        const auto* at_k = reinterpret_cast<const __m256i*>(group.value + 128 * k + 32 * (at + j));
+        sum[j] = add_byte_products(sum[j], _mm256_load_si256(at_k), x, k);
+      }
+    for (int j = 0; j < 2; ++j) {
+      const __m256 scale = _mm256_load_ps(group.scale[h] + 8 * (at + j)), f = _mm256_cvtepi32_ps(sum[j]);
+      total[at + j] = _mm256_fmadd_ps(f * scale, s, total[at + j]);
+      if (!F::MINIMUM) continue;
+      const __m256 minimum = _mm256_load_ps(group.minimum[h] + 8 * (at + j));
+      total[at + j] = _mm256_fmadd_ps(_mm256_set1_ps(sum_of(x, h, F::HALVES)), minimum, total[at + j]);
+    }
+  }
+}
+
+// Groups are expanded to bytes first, for all rows.
+template <class F, int LINES>
+inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
+                            Sums& acc) {
+  constexpr int FETCHED = F::GROUP / 128 * LINES;
+  ExpandedGroup group;
+  __m256 total[MAX_TILE_ROWS][4];
+  for (int m = 0; m < count; ++m)
+    for (auto& v : total[m]) v = _mm256_setzero_ps();
+  for (int g = 0; g < width / BLOCK; ++g) {
+    expand_stored<F>(block, g, &group);
+    for (int i = 0; i < FETCHED; ++i) prefetch_for(count, next + (static_cast<int64_t>(g) * FETCHED + i) * 64);
+    for (int m = 0; m < count; ++m)
+      for (int at = 0; at < 4; at += 2) multiply_expanded_part<F>(x[m * stride + g], group, at, total[m]);
+  }
+  auto* sums = &acc[0][0].low;
+  for (int m = 0; m < count; ++m)
+    for (int j = 0; j < 4; ++j) sums[4 * m + j] = sums[4 * m + j] + total[m][j];
 }
 
 inline void expand_group(const uint8_t* group, bf16* to) {

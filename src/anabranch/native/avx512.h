@@ -141,7 +141,7 @@ inline U32x16 masked_load_u32(const int64_t* p, int n) {
 struct QuantizedGroup {
   int8_t value[BLOCK];
   float scale, sum;
-  int32_t offset;
+  int32_t offset[2];
 };
 
 // The largest absolute value, or NaN if there is one: without signs, floats order like their bits, and NaN comes last.
@@ -160,8 +160,7 @@ inline void store32(QuantizedGroup* row, int b, F32x16 low, F32x16 high) {
   const __m512i l = _mm512_cvtps_epi32(low * inverse), h = _mm512_cvtps_epi32(high * inverse);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value), _mm512_cvtepi32_epi8(l));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(row[b].value + 16), _mm512_cvtepi32_epi8(h));
-  const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(l, h));
-  set_scale(row + b, most, sum);
+  set_scale(row + b, most, _mm512_reduce_add_epi32(l), _mm512_reduce_add_epi32(h));
 }
 
 template <class T>

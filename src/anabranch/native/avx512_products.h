@@ -90,7 +90,7 @@ NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const 
     __m512i sum[ROWS][2];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m)
-      sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(v[m * stride].offset);
+      sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(offset_of<128>(v[m * stride], 0, 1));
 #pragma GCC unroll 8  // else GCC copies all sums from one step of k to the next
     for (int k = 0; k < PAIRS; ++k) {
       const char* line = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
@@ -231,6 +231,125 @@ inline void multiply_interleaved(int count, const bf16* x, int64_t stride, const
   multiply_interleaved_rows<ROWS>(x, stride, from, groups, next, acc);
 }
 #endif
+
+// ---- stored weights -------------------------------------------------------------------------------------------------
+
+// Values 4 q to 4 q + 3 of 16 outputs, half ``i``, of a group in the format F.
+template <class F>
+inline __m512i stored_quad(const uint8_t* group, int q, int i) {
+  constexpr int LOW_EACH = 8 / F::LOW;
+  const __m512i low = _mm512_loadu_si512(group + 128 * (q / LOW_EACH) + 64 * i);
+  const int shift = F::LOW * (q % LOW_EACH);
+  __m512i value = low;
+  if (F::LOW < 8) {
+    value = shift == 0 ? low : _mm512_srli_epi16(low, static_cast<unsigned>(shift));
+    value = _mm512_and_si512(value, _mm512_set1_epi8((1 << F::LOW) - 1));
+  }
+  if constexpr (F::HIGH > 0) {
+    constexpr int HIGH_EACH = 8 / F::HIGH;
+    const __m512i bits = _mm512_loadu_si512(group + 128 * (F::LOW + q / HIGH_EACH) + 64 * i);
+    const int up = F::LOW - F::HIGH * (q % HIGH_EACH);
+    const __m512i moved = up >= 0 ? _mm512_slli_epi16(bits, static_cast<unsigned>(up >= 0 ? up : 0))
+                                  : _mm512_srli_epi16(bits, static_cast<unsigned>(up < 0 ? -up : 0));
+    const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << F::HIGH) - 1) << F::LOW));
+    value = _mm512_ternarylogic_epi32(value, moved, mask, 0xf8);  // value | (moved & mask)
+  }
+  if constexpr (F::CODES) {
+    alignas(64) static constexpr auto bytes = [] {
+      struct {
+        uint8_t of[64];
+      } table{};
+      for (int c = 0; c < 64; ++c) table.of[c] = static_cast<uint8_t>(F::TABLE[c % 16] + CODE_OFFSET);
+      return table;
+    }();
+    value = _mm512_shuffle_epi8(_mm512_load_si512(bytes.of), value);
+  }
+  return value;
+}
+
+// Scales and minima of 16 outputs, half ``i``, for the values of half ``h`` of a group.
+template <class F>
+struct StoredScales {
+  StoredScales(const uint8_t* head, const uint8_t* group, int h, int i) {
+    const uint8_t* at = F::SUB ? head : group + F::VALUE_BYTES;
+    if constexpr (F::POWERS)
+      scale = bf16_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 32 * i)));
+    else
+      scale = float_of_half(at + 32 * i);
+    minimum = F::MINIMUM ? float_of_half(at + 2 * BLOCK + 32 * i) : _mm512_setzero_ps();
+    if constexpr (F::SUB) {
+      const uint8_t* sub = group + F::VALUE_BYTES + BLOCK * h + 16 * i;
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(sub));
+      scale *= _mm512_cvtepi32_ps(F::SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+      if constexpr (F::MINIMUM) {
+        const __m128i less = _mm_loadu_si128(reinterpret_cast<const __m128i*>(sub + F::SCALE_BYTES));
+        minimum *= _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(less));
+      }
+    }
+  }
+  __m512 scale, minimum;
+};
+
+// ``multiply_stored`` for exactly ROWS rows
+template <class F, int ROWS, int LINES>
+NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
+                                   Sums& acc) {
+  constexpr int QUADS = BLOCK / 4 / F::HALVES, FETCHED = F::GROUP / 128 * LINES;  // lines to prefetch for a group
+  __m512 total[ROWS][2];
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
+  for (int g = 0; g < width / BLOCK; ++g) {
+    const uint8_t *head = block + F::head_at(g), *w = block + F::group_at(g);
+    const QuantizedGroup* v = x + g;
+    const char* ahead = next + static_cast<int64_t>(g) * FETCHED * 64;
+#pragma GCC unroll 2
+    for (int h = 0; h < F::HALVES; ++h) {
+      __m512i sum[ROWS][2];
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; ++m) {
+        constexpr int OFFSET = byte_offset<F>();
+        sum[m][0] = sum[m][1] = _mm512_set1_epi32(offset_of<OFFSET>(v[m * stride], h, F::HALVES));
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < QUADS; ++i) {
+        const int q = QUADS * h + i;
+        for (int line = q * FETCHED / 8; line < (q + 1) * FETCHED / 8; ++line) prefetch_for(ROWS, ahead + 64 * line);
+        const __m512i w0 = stored_quad<F>(w, q, 0), w1 = stored_quad<F>(w, q, 1);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; ++m) {
+          const __m512i a = broadcast_word(v[m * stride].value + 4 * q);
+          sum[m][0] = dot4_add(sum[m][0], w0, a);
+          sum[m][1] = dot4_add(sum[m][1], w1, a);
+        }
+      }
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const StoredScales<F> of(head, w, h, i);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; ++m) {
+          const __m512 f = _mm512_cvtepi32_ps(sum[m][i]), s = _mm512_set1_ps(v[m * stride].scale);
+          total[m][i] = _mm512_fmadd_ps(_mm512_mul_ps(f, of.scale), s, total[m][i]);
+          if constexpr (F::MINIMUM) {
+            const __m512 values = _mm512_set1_ps(sum_of(v[m * stride], h, F::HALVES));
+            total[m][i] = F::SUB ? _mm512_fnmadd_ps(values, of.minimum, total[m][i])
+                                 : _mm512_fmadd_ps(values, of.minimum, total[m][i]);
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+    for (int i = 0; i < 2; ++i) acc[m][i] = _mm512_add_ps(acc[m][i], total[m][i]);
+}
+
+template <class F, int LINES, int ROWS = QUANTIZED_TILE_ROWS>
+inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
+                            Sums& acc) {
+  if constexpr (ROWS > 1)
+    if (count < ROWS) return multiply_stored<F, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
+  multiply_stored_rows<F, ROWS, LINES>(x, stride, block, width, next, acc);
+}
 
 // ---- tiles --------------------------------------------------------------------------------------------------------
 

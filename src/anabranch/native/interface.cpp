@@ -88,7 +88,7 @@ struct Move {
 
 // sizes of the structs that structs.py mirrors, each followed by the offset of its last member
 constexpr int32_t LAYOUT[] = {
-    sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, words),
+    sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, type),
     sizeof(Layer),  offsetof(Layer, values),      sizeof(Shape),       offsetof(Shape, head_stride),
     sizeof(RaggedBatch), offsetof(RaggedBatch, rotations), sizeof(Ends), offsetof(Ends, prefill),
     sizeof(Screen), offsetof(Screen, size),
@@ -132,6 +132,7 @@ int anabranch_multiplies() {
 int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
   return guarded([&] {
     check_shape(*w);
+    require(w->kind != STORED, "the size of a stored weight depends on its blocks");
     *bytes = w->blocks() * w->block_bytes();
     return DONE;
   });
@@ -141,6 +142,7 @@ int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
 int anabranch_pack(const Packed* to, const void* w, const void* scales, const void* minima) {
   return guarded([&] {
     check(*to);
+    require(to->kind != STORED, "a stored weight is packed from a file's rows");
     require(w != nullptr && (to->kind < INT8 || scales != nullptr) && (!four_bits(to->kind) || minima != nullptr),
             "a weight to pack is null");
     void* data = const_cast<void*>(to->data);
@@ -154,6 +156,86 @@ int anabranch_pack(const Packed* to, const void* w, const void* scales, const vo
   });
 }
 
+// stores the size of a stored weight with ``blocks`` blocks of these types in ``bytes``
+int anabranch_stored_bytes(const int32_t* types, int blocks, int width, int64_t* bytes) {
+  return guarded([&] {
+    require(types != nullptr && in_range(blocks, 1, MAX_VALUES) && in_range(width, BLOCK, MAX_VALUES), "a stored weight has no size");
+    *bytes = stored_bytes(types, blocks, width);
+    return DONE;
+  });
+}
+
+// Makes memory an empty stored weight with blocks of these types.
+int anabranch_start_stored(const Packed* to, const int32_t* types) {
+  return guarded([&] {
+    check(*to);
+    require(to->kind == STORED && types != nullptr, "a stored weight has no types");
+    write_entries(*to, types);
+    return DONE;
+  });
+}
+
+// Checks a stored weight that was read from a file of ``bytes``.
+int anabranch_check_stored(const Packed* w, int64_t bytes) {
+  return guarded([&] {
+    check(*w);
+    require(w->kind == STORED, "not a stored weight");
+    check_entries(*w, bytes);
+    return DONE;
+  });
+}
+
+// Writes rows ``order`` (null: all) of a file's tensor to every ``every``-th block of a stored weight from ``first`` on; 1, or 0 if
+// a scale is not finite.
+int anabranch_pack_stored(void* runner, const Packed* to, int first, int every, int type, const uint8_t* raw, int64_t row_bytes,
+                          const int64_t* order, int count) {
+  return guarded([&] {
+    require(runner != nullptr && raw != nullptr && in_range(count, 1, to->outputs), "there are no rows to store");
+    check(*to);
+    const int blocks = (count + BLOCK - 1) / BLOCK;
+    require(to->kind == STORED && first >= 0 && every >= 1 && first + (blocks - 1) * every < to->blocks(), "there is no room");
+    for (int i = 0; i < blocks; ++i) require(to->entry(first + i * every).type == type, "a block has another format");
+    std::atomic<int> finite{1};
+    Runner& self = ready(runner);
+    self.pool.run([&](int thread) {
+      self.pool.parallel_for(blocks, thread, [&](int i) {
+        const uint8_t* rows[BLOCK];
+        const int have = std::min(BLOCK, count - i * BLOCK);
+        for (int j = 0; j < have; ++j) rows[j] = raw + (order == nullptr ? i * BLOCK + j : order[i * BLOCK + j]) * row_bytes;
+        if (!pack_stored_block(rows, have, *to, first + i * every)) finite = 0;
+      });
+    });
+    return finite.load();
+  });
+}
+
+// the weights of outputs of a stored weight: y [count, width]
+int anabranch_unpack_stored(const Packed* w, const int64_t* outputs, int count, float* y) {
+  return guarded([&] {
+    require(w != nullptr && outputs != nullptr && y != nullptr && count >= 0, "a pointer is null");
+    check(*w);
+    require(w->kind == STORED, "not a stored weight");
+    for (int i = 0; i < count; ++i) require(in_range(outputs[i], 0, w->outputs - 1), "an output is out of range");
+    for (int i = 0; i < count; ++i) unpack_stored(*w, static_cast<int>(outputs[i]), y + static_cast<int64_t>(i) * w->width);
+    return DONE;
+  });
+}
+
+// the weights of rows of a file's tensor: y [count, width]
+int anabranch_raw_rows(int type, const uint8_t* raw, int64_t rows, int width, const int64_t* wanted, int count, float* y) {
+  return guarded([&] {
+    require(raw != nullptr && wanted != nullptr && y != nullptr && count >= 0, "a pointer is null");
+    stored_block_bytes(type, width);
+    for (int i = 0; i < count; ++i) require(in_range(wanted[i], 0, rows - 1), "a row is out of range");
+    with_stored_type(type, [&](auto format) {
+      using F = decltype(format);
+      for (int i = 0; i < count; ++i)
+        unpack_raw<F>(raw + wanted[i] * raw_row_bytes<F>(width), width, y + static_cast<int64_t>(i) * width);
+    });
+    return DONE;
+  });
+}
+
 // Copies ``count`` outputs of a packed weight to another one, from output ``first`` on; see copy_outputs.
 int anabranch_copy_outputs(const Packed* from, const int64_t* outputs, int count, const Packed* to, int first) {
   return guarded([&] {
@@ -161,7 +243,11 @@ int anabranch_copy_outputs(const Packed* from, const int64_t* outputs, int count
     check(*from), check(*to);
     require(from->kind == to->kind && from->width == to->width && !four_bits(from->kind), "outputs of another format");
     require(in_range(count, 0, to->outputs) && in_range(first, 0, to->outputs - count), "there is no room for the outputs");
-    for (int i = 0; i < count; ++i) require(in_range(outputs[i], 0, from->outputs - 1), "an output is out of range");
+    for (int i = 0; i < count; ++i) {
+      require(in_range(outputs[i], 0, from->outputs - 1), "an output is out of range");
+      if (from->kind == STORED)
+        require(from->entry(static_cast<int>(outputs[i]) / BLOCK).type == to->entry((first + i) / BLOCK).type, "outputs of another format");
+    }
     copy_outputs(*from, outputs, count, *to, first);
     return DONE;
   });

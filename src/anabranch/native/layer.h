@@ -80,9 +80,7 @@ class LayerPart {
   // q, k and v, without the first ``skipped`` blocks of outputs
   void project_in(int skipped) {
     norm(l_.norm_in);
-    Packed rest = l_.qkv;
-    rest.data = l_.qkv.block(skipped);
-    rest.outputs -= skipped * BLOCK;
+    const Packed rest = l_.qkv.from(skipped);
     multiply(pool_, h_, m_, rest, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
       b += skipped;
       add_bias(l_.qkv_bias, b, BLOCK, &low, &high);

@@ -24,8 +24,21 @@ from torch import Tensor
 
 from anabranch.errors import DeviceError, OutOfMemoryError, PerformanceWarning
 from anabranch.native import build
-from anabranch.native.arguments import BLOCK, KINDS, address, filled, packable, require, row_kind, rows_for, scores
+from anabranch.native.arguments import (
+    BLOCK,
+    KINDS,
+    STORED_TYPES,
+    address,
+    filled,
+    packable,
+    require,
+    row_kind,
+    rows_for,
+    scores,
+)
 from anabranch.native.openmp import set_openmp_threads
+from anabranch.native.stored import FUNCTIONS as STORED_FUNCTIONS
+from anabranch.native.stored import StoredWeights
 from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Screen, Shape, Table, layout
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.log import LOGGER, warn
@@ -34,6 +47,7 @@ __all__ = [
     "BLOCK",
     "KINDS",
     "MAX_EMBEDDING_WIDTH",
+    "STORED_TYPES",
     "Ends",
     "Layer",
     "Layers",
@@ -74,13 +88,14 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *(_INT, _POINTER, ctypes.POINTER(Shape), _POINTER, _INT),
         *(ctypes.POINTER(RaggedBatch), ctypes.POINTER(Ends), _POINTER, _INT),
     ),
+    **STORED_FUNCTIONS,
     "move": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT),
 }
 
 _AS_IT_IS = nullcontext()  # within another ``single_threaded``
 
 
-class Library:
+class Library(StoredWeights):
     """The compiled kernels and their thread pool, with as many threads as torch.
 
     Scores that are not finite: ``choose`` and ``draw`` return -1 for a row whose largest score is not finite or that
@@ -115,6 +130,10 @@ class Library:
         numbers = function(ctypes.byref(count))
         theirs, ours = [numbers[i] for i in range(count.value)], layout(last)
         require(theirs == ours, "structs of the compiled kernels differ from Python's: {}, {}", theirs, ours)
+
+    def _call(self, name: str, *arguments: object) -> int:
+        """Call the C function ``anabranch_NAME``."""
+        return int(getattr(self._c, f"anabranch_{name}")(*arguments))
 
     def after_fork(self) -> None:
         """Drop lock and thread pools: the parent's threads do not exist in a child process."""
@@ -198,13 +217,19 @@ class Library:
         outputs, width = weight.shape
         tensors = [None if x is None else x.detach().cpu().contiguous() for x in (weight, scale, least)]
         packed = Packed(None, outputs, width, KINDS[kind])
-        memory = self._allocate(self._packed_bytes(packed))
+        memory = self.allocate(self._packed_bytes(packed))
         packed.data = memory.data_ptr()
         self._c.anabranch_pack(ctypes.byref(packed), *(None if x is None else x.data_ptr() for x in tensors))
         return packed, memory
 
     def room(self, like: Packed, outputs: int) -> tuple[Packed, Tensor]:
-        """A packed weight of zeros with the format and width of another; the second value is its memory."""
+        """A packed weight of zeros with the format and width of another; the second value is its memory.
+
+        A stored weight has the format of the other one's first block.
+        """
+        if like.kind == KINDS["stored"]:
+            kind = ctypes.c_int32.from_address(like.data or 0).value
+            return self.stored([kind] * -(-outputs // BLOCK), outputs, like.width)
         packed = Packed(None, outputs, like.width, like.kind)
         memory = torch.zeros(self._packed_bytes(packed), dtype=torch.uint8)
         packed.data = memory.data_ptr()
@@ -232,7 +257,7 @@ class Library:
         self._c.anabranch_advise(whole[start:].data_ptr(), size)
         return whole[start : start + size]
 
-    def _allocate(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """Allocate ``size`` bytes in large pages shared by packed weights; freed memory is not reused."""
         if size < PAGE // 8:
             return torch.empty(size, dtype=torch.uint8)

@@ -9,31 +9,41 @@
 //          of the bytes (512 bytes a group), then the outputs' scales and minima in half precision:
 //          w = scale * value + minimum
 //   compact: as int4, for bf16 weights: w = bf16(scale * value + minimum), multiplied by rows of bf16
+//   stored: a format of GGUF files, which each block names (stored.h). Before the blocks, from the first byte on, there is an
+//          entry for each with its format, and its distance from the entry
 #pragma once
 
 #include "simd.h"
 #include "status.h"
+#include "stored.h"
 
 namespace {
 
 constexpr int MAX_VALUES = 1 << 24;  // limit of widths and numbers of rows: products of two of them fit 64 bits
 
 // The format of a packed weight; see KINDS in library.py.
-enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3, COMPACT = 4 };
+enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3, COMPACT = 4, STORED = 5 };
 
-// the kind of rows that multiply weights of this kind; INT8 for both quantised ones
+// the kind of rows that multiply weights of this kind; INT8 for all quantised ones
 inline Kind kind_of_rows(int kind) {
-  return kind == INT4 ? INT8 : kind == COMPACT ? BF16 : static_cast<Kind>(kind);
+  return kind == INT4 || kind == STORED ? INT8 : kind == COMPACT ? BF16 : static_cast<Kind>(kind);
 }
 inline bool quantized(int kind) { return kind_of_rows(kind) == INT8; }
 
 // true for weights in four bits, with scales and minima
 inline bool four_bits(int kind) { return kind == INT4 || kind == COMPACT; }
 
+// A block of a stored weight: its StoredType, and where it begins, relative to this entry.
+struct BlockEntry {
+  int32_t type, unused;
+  int64_t offset;
+};
+
 struct Packed {
   const void* data;
   int32_t outputs, width, kind;
 
+  // of weights that are not stored
   int64_t block_bytes() const {
     switch (kind) {
       case BF16: return static_cast<int64_t>(width) * BLOCK * 2;
@@ -42,8 +52,18 @@ struct Packed {
       default: return static_cast<int64_t>(width / BLOCK) * GROUP_BYTES<Int4>;
     }
   }
-  const char* block(int b) const { return static_cast<const char*>(data) + b * block_bytes(); }
+  const BlockEntry& entry(int b) const { return static_cast<const BlockEntry*>(data)[b]; }
+  const char* block(int b) const {
+    if (kind == STORED) return reinterpret_cast<const char*>(&entry(b)) + entry(b).offset;
+    return static_cast<const char*>(data) + b * block_bytes();
+  }
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
+
+  // the outputs from block ``first`` on
+  Packed from(int first) const {
+    const void* start = kind == STORED ? static_cast<const void*>(&entry(first)) : block(first);
+    return {start, outputs - first * BLOCK, width, kind};
+  }
 };
 
 // A copy of a weight in int8, and bounds of its error for each output, padded to whole blocks: if l is the norm of the rounding
@@ -96,10 +116,109 @@ void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima
   }
 }
 
+// ---- stored weights -----------------------------------------------------------------------------------------------
+
+constexpr int STORED_ALIGNMENT = 64;
+
+inline int64_t stored_header_bytes(int blocks) {
+  const int64_t bytes = blocks * static_cast<int64_t>(sizeof(BlockEntry));
+  return bytes + -bytes % STORED_ALIGNMENT + (bytes % STORED_ALIGNMENT ? STORED_ALIGNMENT : 0);
+}
+
+// bytes of a block of a type
+inline int64_t stored_block_bytes(int type, int width) {
+  int64_t bytes = -1;
+  const bool known = with_stored_type(type, [&](auto format) {
+    require(width % format.RAW_VALUES == 0, "a stored weight's width is not a multiple of its format's blocks");
+    bytes = format.bytes(width);
+  });
+  require(known, "unknown format of a stored weight");
+  return bytes;
+}
+
+// bytes of a stored weight with blocks of these types
+inline int64_t stored_bytes(const int32_t* types, int blocks, int width) {
+  int64_t bytes = stored_header_bytes(blocks);
+  for (int b = 0; b < blocks; ++b) bytes += stored_block_bytes(types[b], width);
+  return bytes;
+}
+
+// Writes the entries of an empty stored weight.
+inline void write_entries(const Packed& to, const int32_t* types) {
+  auto* entries = static_cast<BlockEntry*>(const_cast<void*>(to.data));
+  int64_t at = stored_header_bytes(to.blocks());
+  for (int b = 0; b < to.blocks(); at += stored_block_bytes(types[b], to.width), ++b)
+    entries[b] = {types[b], 0, at - b * static_cast<int64_t>(sizeof(BlockEntry))};
+}
+
+// Checks the entries of a stored weight that was read from a file of ``bytes``.
+inline void check_entries(const Packed& w, int64_t bytes) {
+  require(bytes >= stored_header_bytes(w.blocks()), "a stored weight is cut short");
+  int64_t at = stored_header_bytes(w.blocks());
+  for (int b = 0; b < w.blocks(); ++b) {
+    require(w.entry(b).offset == at - b * static_cast<int64_t>(sizeof(BlockEntry)), "a stored weight's blocks are not in order");
+    at += stored_block_bytes(w.entry(b).type, w.width);
+  }
+  require(at == bytes, "a stored weight has another size");
+}
+
+// Writes 32 or fewer rows of a file, ``raw_rows``, to block b; returns false if a scale is not finite.
+inline bool pack_stored_block(const uint8_t* const* raw_rows, int count, const Packed& to, int b) {
+  bool finite = true;
+  uint8_t* block = reinterpret_cast<uint8_t*>(const_cast<char*>(to.block(b)));
+  with_stored_type(to.entry(b).type, [&](auto format) {
+    using F = decltype(format);
+    if (count < BLOCK) std::memset(block, 0, static_cast<size_t>(F::bytes(to.width)));
+    for (int g = 0; g < to.width / BLOCK; ++g)
+      for (int j = 0; j < count; ++j) {
+        RawGroup group;
+        read_group<F>(raw_rows[j], g, &group);
+        finite = finite && is_finite<F>(group);
+        put_group<F>(group, block, g, j);
+      }
+  });
+  return finite;
+}
+
+// the weights of an output [width]
+inline void unpack_stored(const Packed& w, int output, float* to) {
+  const int b = output / BLOCK;
+  const uint8_t* block = reinterpret_cast<const uint8_t*>(w.block(b));
+  with_stored_type(w.entry(b).type, [&](auto format) {
+    using F = decltype(format);
+    for (int g = 0; g < w.width / BLOCK; ++g) to_floats<F>(get_group<F>(block, g, output % BLOCK), to + g * BLOCK);
+  });
+}
+
+// the weights of a row of a file [width]
+template <class F>
+inline void unpack_raw(const uint8_t* row, int width, float* to) {
+  for (int g = 0; g < width / BLOCK; ++g) {
+    RawGroup group;
+    read_group<F>(row, g, &group);
+    to_floats<F>(group, to + g * BLOCK);
+  }
+}
+
+// ---- copies -------------------------------------------------------------------------------------------------------
+
+inline void copy_stored_output(const Packed& from, int output, const Packed& to, int place) {
+  const uint8_t* source = reinterpret_cast<const uint8_t*>(from.block(output / BLOCK));
+  uint8_t* target = reinterpret_cast<uint8_t*>(const_cast<char*>(to.block(place / BLOCK)));
+  with_stored_type(from.entry(output / BLOCK).type, [&](auto format) {
+    using F = decltype(format);
+    for (int g = 0; g < from.width / BLOCK; ++g)
+      put_group<F>(get_group<F>(source, g, output % BLOCK), target, g, place % BLOCK);
+  });
+}
+
 // Copies outputs of a weight to another of its kind and width, from output ``first`` on. Not for weights in four bits: blocks of
-// the others are sequences of lines with four bytes of each output.
+// the others are sequences of lines with four bytes of each output, except for stored ones.
 void copy_outputs(const Packed& from, const int64_t* outputs, int count, const Packed& to, int first) {
   constexpr int WORD = 4;
+  for (int i = 0; from.kind == STORED && i < count; ++i)
+    copy_stored_output(from, static_cast<int>(outputs[i]), to, first + i);
+  if (from.kind == STORED) return;
   for (int i = 0; i < count; ++i) {
     const int output = static_cast<int>(outputs[i]), place = first + i;
     const char* source = from.block(output / BLOCK) + WORD * (output % BLOCK);
@@ -111,7 +230,7 @@ void copy_outputs(const Packed& from, const int64_t* outputs, int count, const P
 // ---- checks -------------------------------------------------------------------------------------------------------
 
 void check_shape(const Packed& w) {
-  require(in_range(w.kind, BF16, COMPACT), "unknown kind of packed weight");
+  require(in_range(w.kind, BF16, STORED), "unknown kind of packed weight");
   require(in_range(w.outputs, 1, MAX_VALUES) && in_range(w.width, 1, MAX_VALUES), "a packed weight's size is out of range");
   require(w.kind != BF16 || w.width % PER_LANE<bf16> == 0, "a packed bf16 weight has an odd width");
   require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight's width is not a multiple of 32");

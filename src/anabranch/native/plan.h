@@ -47,11 +47,13 @@ struct RaggedBatch {
   int span(int b) const { return static_cast<int>(lengths[b]) + count(b); }
 };
 
-// embeddings [words, D]: row by row, or as a packed weight of the same type
+// embeddings [words, D]: row by row, or as a packed weight of the same type, or (RAW_TABLE) as rows of a GGUF file
 struct Table {
   const void* rows;
   int32_t packed, words;  // words: the size of the vocabulary
+  int32_t type;           // the StoredType of a RAW_TABLE
 };
+constexpr int RAW_TABLE = 2;
 
 // the start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses
 struct Ends {
@@ -166,6 +168,13 @@ constexpr int MAX_EMBEDDING_WIDTH = 8192;  // of rows that ``embed_normed`` take
 // a token's embedding
 template <class P>
 void embed(const Table& table, int64_t token, int d, float* to) {
+  if (table.packed == RAW_TABLE) {
+    with_stored_type(table.type, [&](auto format) {
+      using F = decltype(format);
+      unpack_raw<F>(static_cast<const uint8_t*>(table.rows) + token * raw_row_bytes<F>(d), d, to);
+    });
+    return;
+  }
   if (!table.packed) {
     const P* from = static_cast<const P*>(table.rows) + token * d;
     for (int j = 0; j < d; j += 16) store16(to + j, load16(from + j));
@@ -196,7 +205,10 @@ void embed_normed(const Table& table, int64_t token, const float* ones, int d, f
 
 // ---- checks -------------------------------------------------------------------------------------------------------
 
-void check(const Table& table) { require(table.rows != nullptr && table.words > 0, "there are no embeddings"); }
+void check(const Table& table, int d) {
+  require(table.rows != nullptr && table.words > 0, "there are no embeddings");
+  if (table.packed == RAW_TABLE) stored_block_bytes(table.type, d);
+}
 
 void check(const Shape& s) {
   require(in_range(s.d, BLOCK, MAX_VALUES) && s.d % BLOCK == 0, "the model's width is not a multiple of 32");
@@ -249,7 +261,7 @@ void check(int kind, const Shape& s, const Layer& l) {
 
 void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const RaggedBatch* batch) {
   require(runner != nullptr && s != nullptr && layers != nullptr && batch != nullptr, "a pointer is null");
-  require(in_range(kind, BF16, COMPACT), "unknown kind of layers");
+  require(in_range(kind, BF16, STORED), "unknown kind of layers");
   check(*s, *batch);
   require(in_range(count, 1, 1 << 16), "there are no layers");
   // Since the last pass, weights have evicted the layer structs from the caches: prefetch all of them at once.
@@ -262,7 +274,7 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends)
   require(ends.norm != nullptr && (ends.hidden != nullptr || ends.chosen == nullptr), "a pass has no last norm or no output");
   require(ends.tokens != nullptr || batch.x != nullptr, "a pass has no tokens and no rows");
   if (ends.tokens != nullptr) {
-    check(ends.embedding);
+    check(ends.embedding, s.d);
     for (int i = 0; i < batch.nodes; ++i)
       require(in_range(ends.tokens[i], 0, ends.embedding.words - 1), "a token is not in the vocabulary");
   }

@@ -148,8 +148,30 @@ inline int multiply_rows(int m, int count, const T* x, const Packed& w, int b, S
   return multiply_rows_by<P, P>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
 }
 
+// ``multiply_rows_by`` for block b of a stored weight
+inline int multiply_stored_rows_by(int m, int count, const QuantizedGroup* x, const Packed& w, int b, Sums& acc) {
+  const int size = tile_rows<QuantizedGroup>(count, w.width), n = std::min(size, count - m), tile = m / size;
+  const int64_t stride = w.width / BLOCK;
+  const QuantizedGroup* rows = x + m * stride;
+  const uint8_t* block = reinterpret_cast<const uint8_t*>(w.block(b));
+  const char* next = w.block(b);
+  with_stored_type(w.entry(b).type, [&](auto format) {
+    using F = decltype(format);
+    const int64_t bytes = F::bytes(w.width);
+    if (n == count)
+      multiply_stored<F, 2>(n, rows, stride, block, w.width, next + PREFETCH_BYTES, acc);
+    else if (tile < 2)
+      multiply_stored<F, 1>(n, rows, stride, block, w.width, next + bytes + tile * (bytes / 2), acc);
+    else
+      multiply_stored<F, 0>(n, rows, stride, block, w.width, next, acc);
+  });
+  return n;
+}
+
 inline int multiply_rows(int m, int count, const QuantizedGroup* x, const Packed& w, int b, Sums& acc) {
-  const int64_t stride = w.width / BLOCK, bytes = w.block_bytes();
+  const int64_t stride = w.width / BLOCK;
+  if (w.kind == STORED) return multiply_stored_rows_by(m, count, x, w, b, acc);
+  const int64_t bytes = w.block_bytes();
   return w.kind == INT4 ? multiply_rows_by<Int4, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc)
                         : multiply_rows_by<Int8, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc);
 }

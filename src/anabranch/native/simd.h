@@ -64,6 +64,9 @@
 //       matrix unit is used); rows are ``stride`` values of T apart. W is bf16 or float with T = Operand<W> and B = W, or
 //       Int8 or Int4 with T = QuantizedGroup and B = uint8_t; blocks are laid out as pack.h writes them. Prefetches LINES
 //       (0, 1 or 2) cache lines from ``next`` on for every two lines of weights.
+//   void multiply_stored<F, LINES>(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width,
+//                                  const char* next, Sums& acc)
+//       the same for a block of a stored weight, where F is a Stored<type> (stored.h)
 //   void expand_group(const uint8_t* group, bf16* to)
 //       a group of int4 weights, scale * value + minimum rounded to bf16, as 32 values of k of a bf16 block
 //   void multiply_interleaved(count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc)
@@ -149,13 +152,27 @@ template <class T>
 constexpr int INTERLEAVED_ROWS = 0;
 
 // Sets the members of a QuantizedGroup besides its values, given the largest absolute value and the sum of those in int8:
-// ``sum`` is that of the values, for the minimum that int4 adds to each weight; ``offset`` is -128 times the sum in int8, for
-// int8 weights, which are stored as value + 128.
+// ``sum`` is that of the values, for the minimum that int4 adds to each weight; ``offset`` is -128 times the sum in int8 of the
+// first half of the values, and of the second, for int8 weights, which are stored as value + 128.
 template <class Group>
-inline void set_scale(Group* group, float most, int32_t sum) {
+inline void set_scale(Group* group, float most, int32_t first, int32_t second) {
   group->scale = most / 127.0f;
-  group->sum = group->scale * static_cast<float>(sum);
-  group->offset = -128 * sum;
+  group->sum = group->scale * static_cast<float>(first + second);
+  group->offset[0] = -128 * first, group->offset[1] = -128 * second;
+}
+
+// -OFFSET times the sum of the values in int8, of all or of half ``h``
+template <int OFFSET, class Group>
+inline int32_t offset_of(const Group& group, int h, int halves) {
+  static_assert(OFFSET == 0 || 128 % OFFSET == 0, "offsets are powers of two");
+  const int32_t whole = halves == 2 ? group.offset[h] : group.offset[0] + group.offset[1];
+  return OFFSET == 0 ? 0 : whole >> (OFFSET == 0 ? 0 : __builtin_ctz(128 / (OFFSET == 0 ? 1 : OFFSET)));  // no remainder
+}
+
+// the sum of the values, of all or of half ``h``
+template <class Group>
+inline float sum_of(const Group& group, int h, int halves) {
+  return halves == 1 ? group.sum : group.scale * (static_cast<float>(group.offset[h]) * (-1.0f / 128.0f));
 }
 
 template <class Group>

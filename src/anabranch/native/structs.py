@@ -21,9 +21,12 @@ class Screen(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """Embeddings [words, width], row by row or ``packed`` like a weight of the same type."""
+    """Embeddings [words, width]: row by row, ``packed`` (1) like a weight of the same type, or (2) rows of a GGUF file.
 
-    _fields_ = (("rows", ctypes.c_void_p), ("packed", ctypes.c_int32), ("words", ctypes.c_int32))
+    type  the number of a GGUF file's format (``STORED_TYPES``)
+    """
+
+    _fields_ = (("rows", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("packed", "words", "type")))
 
 
 class Layer(ctypes.Structure):
@@ -88,7 +91,7 @@ class Ends(ctypes.Structure):
 # the last member of each struct
 LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Packed, "kind"),
-    (Table, "words"),
+    (Table, "type"),
     (Layer, "values"),
     (Shape, "head_stride"),
     (RaggedBatch, "rotations"),

@@ -425,9 +425,9 @@ class Drafter {
 // ---- checks -------------------------------------------------------------------------------------------------------
 
 void check(int kind, const DraftConfig& c, int64_t root) {
-  check(c.embedding);
-  require(in_range(root, 0, c.embedding.words - 1), "the root is not in the vocabulary");
   require(in_range(c.d, BLOCK, MAX_EMBEDDING_WIDTH) && c.d % BLOCK == 0, "the model is too wide, or not a multiple of 32");
+  check(c.embedding, c.d);
+  require(in_range(root, 0, c.embedding.words - 1), "the root is not in the vocabulary");
   const int wide = c.token.outputs;
   require(in_range(wide, 0, MAX_VALUES) && wide % BLOCK == 0, "the conditioner's rank is not a multiple of 32");
   if (wide != 0) {

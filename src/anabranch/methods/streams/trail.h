@@ -118,7 +118,7 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const TrailEntry&
               entry.hidden != nullptr && entry.norm != nullptr,
           "a pointer of streams is null");
   require(s.d <= MAX_EMBEDDING_WIDTH, "the model is too wide for streams");
-  check(entry.embedding);
+  check(entry.embedding, s.d);
   require(entry.inputs.outputs % BLOCK == 0, "the width of the streams' first product is not a multiple of 32");
   check(entry.inputs, kind, entry.inputs.outputs, 2 * s.d);
   check(entry.up, kind, s.d, entry.inputs.outputs);
