@@ -50,7 +50,7 @@ LLAMA = ModelConfig(
 )
 CASES: dict[str, ModelConfig] = {
     "llama": LLAMA,
-    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, qkv_bias=True, tied_head=True),
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm="head", qkv_bias=True, tied_head=True),
     "mistral": replace(LLAMA, family="mistral", sliding_window=6),
     "gemma2": replace(
         LLAMA,

@@ -36,7 +36,7 @@ WIDE = replace(
 CASES = {
     "llama": WIDE,
     "mistral": replace(WIDE, family="mistral", sliding_window=6),
-    "qwen3": replace(WIDE, family="qwen3", qk_norm=True, qkv_bias=True, tied_head=True),
+    "qwen3": replace(WIDE, family="qwen3", qk_norm="head", qkv_bias=True, tied_head=True),
 }
 CONFIGS = {
     "eagle": EagleConfig(),

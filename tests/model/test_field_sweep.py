@@ -35,6 +35,7 @@ BASES = {family: family for family in FAMILIES} | {
     "mistral": "mistral-sliding",
     "ministral": "mistral-sliding",
     "qwen2": "qwen2-sliding",
+    "gemma3_text": "gemma3",
 }
 FACTORS = [1.0 + i / 8 for i in range(8)]
 ROPES: list[Any] = [
@@ -59,6 +60,11 @@ ROPES: list[Any] = [
     {"rope_theta": None},
     {"rope_type": "mrope", "mrope_section": [2, 3, 3]},
     {},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5},
+    {"rope_type": "default", "rope_theta": 300.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4},
+    {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+    {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}},
+    {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": None},
 ]
 ACTIVATIONS = ["gelu", "relu", "silu", "swish", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh"]
 ACTIVATIONS += ["gelu_accurate", "gelu_python_tanh", "quick_gelu", "relu2", "tanh"]
@@ -87,8 +93,17 @@ VALUES: dict[str, list[Any]] = {
     "torch_dtype": ["bfloat16"],
     "dtype": ["bfloat16"],
     "architectures": [["LlamaForSequenceClassification"]],
-    "attention_multiplier": [0.3],
+    **{key: [0.3, 2, -1.0, 0.0] for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier")},
+    "logits_scaling": [0.3, 8, 0.0],
     "logit_scale": [0.3],
+    "no_rope_layers": [[0, 1, 1], [1, 1, 1, 0], [0], [True, False, True], [0, 2, 1]],
+    "no_rope_layer_interval": [3, 1, 0],
+    "sliding_window_pattern": [3, 1, 0],
+    "rope_local_base_freq": [300.0],
+    "num_local_experts": [4],
+    "layers_block_type": [["attention"] * 3],
+    "position_embedding_type": ["rope", "nope", 1],
+    "shared_intermediate_size": [48],
     "pretraining_tp": [2],
     "problem_type": ["regression"],
     "id2label": [{"0": "a"}],
@@ -201,7 +216,7 @@ def verdict(folder: Path, described: dict[str, Any], field: str, value: Any) -> 
 # what a message may name instead of a field
 MEANS: dict[str, tuple[str, ...]] = {
     "use_sliding_window": ("layer_types",),
-    "num_hidden_layers": ("layer_types", "layers but the weights have"),
+    "num_hidden_layers": ("layer_types", "no_rope_layers", "layers but the weights have"),
     "n_layer": ("layers but the weights have",),
     "n_embd": ("hidden_size",),
     "n_head": ("attention heads",),
@@ -213,7 +228,11 @@ MEANS: dict[str, tuple[str, ...]] = {
 }
 # what we load although transformers fails: a missing width of heads is hidden_size by heads, as in its other families,
 # and Phi-3's first name of longrope needs no length beside the config's own
-LENIENT = {("ministral", "head_dim"), ("phi3", "rope_parameters"), ("phi3", "rope_scaling")}
+# null stands for a missing length there, too
+LENIENT = {
+    *(("ministral", "head_dim"), ("phi3", "rope_parameters"), ("phi3", "rope_scaling")),
+    ("ministral3", "original_max_position_embeddings"),
+}
 
 
 def wrong(family: str, field: str, said: str) -> bool:

@@ -34,6 +34,19 @@ _OPT: dict[str, Any] = {
     "init_std": 0.2,
     "dropout": 0.0,
 }
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 1.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+}
+_GRANITE4: dict[str, Any] = {
+    **_GROUPED,
+    **_MULTIPLIERS,
+    "shared_intermediate_size": 96,
+    "num_local_experts": 0,
+    "layer_types": ["attention"] * 3,
+}
 
 # name -> (Hugging Face model_type, its config)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +81,65 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {**_GROUPED, "no_rope_layer_interval": 2}),
+    "smollm3-sliding": (
+        "smollm3",
+        {**_GROUPED, "use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1], "mlp_bias": True},
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            **_GROUPED,
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,  # queries of later positions are scaled
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "olmo2": ("olmo2", _GROUPED),
+    "olmo3": (
+        "olmo3",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10_000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "granite": ("granite", {**_GROUPED, **_MULTIPLIERS, "mlp_bias": True}),
+    "granitemoehybrid": ("granitemoehybrid", {**_GRANITE4, "position_embedding_type": "rope"}),
+    "granitemoehybrid-nope": ("granitemoehybrid", _GRANITE4),
+    "phi3-partial": ("phi3", {**_GROUPED, "partial_rotary_factor": 0.75}),  # Phi-4-mini
     "gpt_neox": ("gpt_neox", _NEOX),
     "gpt_neox-sequential": ("gpt_neox", {**_NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
 }

@@ -74,7 +74,7 @@ CASES = {
     "very wide heads": variant(head_dim=128, num_heads=2, num_kv_heads=1, rope=RopeConfig(dim=128, max_positions=512)),
     "three vectors a head": variant(head_dim=96, rope=RopeConfig(dim=96, max_positions=512)),
     "biases (qwen2)": variant(qkv_bias=True, out_bias=True),
-    "normed heads (qwen3)": variant(qk_norm=True),
+    "normed heads (qwen3)": variant(qk_norm="head"),
     "sliding window (mistral)": variant(sliding_window=9),
     "partly turned": variant(rope=RopeConfig(dim=16, max_positions=512)),
     "tied head": variant(tied_head=True),

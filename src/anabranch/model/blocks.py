@@ -20,17 +20,21 @@ __all__ = ["MLP", "Attend", "Block", "Norm", "RowSide", "attention"]
 
 
 class Norm(nn.Module):
-    """RMSNorm (with weight + 1 for Gemma) or LayerNorm; statistics in float32."""
+    """RMSNorm (with weight + 1 for Gemma) or LayerNorm, times ``scale``; statistics in float32."""
 
-    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, width: int | None = None, *, scale: float = 1.0) -> None:
         super().__init__()
         width = config.hidden_size if width is None else width
-        self.kind, self.eps, self.plus_one = config.norm, config.norm_eps, config.norm_plus_one
+        self.kind, self.eps, self.plus_one, self.scale = config.norm, config.norm_eps, config.norm_plus_one, scale
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if config.norm == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis [..., D]."""
+        y = self._normed(x)
+        return y if self.scale == 1.0 else y * self.scale
+
+    def _normed(self, x: Tensor) -> Tensor:
         if self.kind == "layer":
             return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
         if self.plus_one:
@@ -129,17 +133,18 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Block(nn.Module):
     """One layer, wired by the config; ``qkv`` and ``out`` may be replaced by quantised or packed modules."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.rotation = config, config.rotations(layer)
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.norm_in = Norm(config)
+        self.norm_in: nn.Module = Norm(config) if config.pre_norms else nn.Identity()
         self.qkv: nn.Module = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)
         self.out: nn.Module = nn.Linear(q, config.hidden_size, bias=config.out_bias)
         self.mlp = MLP(config)
-        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
-        self.norm_mlp = Norm(config) if config.wiring != "parallel" else None
+        q_width, k_width = (q, kv) if config.qk_norm == "all" else (config.head_dim, config.head_dim)
+        self.q_norm = None if config.qk_norm == "none" else Norm(config, q_width)
+        self.k_norm = None if config.qk_norm == "none" else Norm(config, k_width)
+        self.norm_mlp = Norm(config) if config.wiring != "parallel" and config.pre_norms else None
         self.norm_after_attention = Norm(config) if config.post_norms else None
         self.norm_after_mlp = Norm(config) if config.post_norms else None
 
@@ -149,19 +154,24 @@ class Block(nn.Module):
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused projections [B, R, (H+2K)E] -> q [B, R, H, E], k and v [B, R, K, E], q and k rotated."""
-        c = self.config
+        c, turn = self.config, self.rotation
         b, r, _ = qkv.shape
         heads = qkv.view(b, r, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        if self.q_norm is None and c.position == "rope":
+        together = turn is not None and turn.queries == turn.keys
+        if turn is not None and together and self.q_norm is None:
             # q and k are rotated together: one call instead of two
-            rotated = rotate(heads[:, :, : c.num_heads + c.num_kv_heads], cos, sin)
+            rotated = rotate(heads[:, :, : c.num_heads + c.num_kv_heads], *_columns(cos, sin, turn.keys, turn.width))
             q, k = rotated[:, :, : c.num_heads], rotated[:, :, c.num_heads :]
             return q, k, heads[:, :, c.num_heads + c.num_kv_heads :]
         q, k, v = heads.tensor_split((c.num_heads, c.num_heads + c.num_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if c.position == "rope":
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if c.qk_norm == "all":
+                q, k = self.q_norm(q.flatten(2)).view(q.shape), self.k_norm(k.flatten(2)).view(k.shape)
+            else:
+                q, k = self.q_norm(q), self.k_norm(k)
+        if turn is not None:
+            q = rotate(q, *_columns(cos, sin, turn.queries, turn.width))
+            k = rotate(k, *_columns(cos, sin, turn.keys, turn.width))
         return q, k, v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, side: RowSide | None = None) -> Tensor:
@@ -172,16 +182,26 @@ class Block(nn.Module):
         o = self.out(a) if side is None else side.out(a, self.out)
         if self.norm_after_attention is not None:
             o = self.norm_after_attention(o)
+        if (scale := self.config.residual_scale) != 1.0:
+            o = o * scale
         if self.config.wiring == "sequential":
             x = x + o
-            assert self.norm_mlp is not None
-            h = self.norm_mlp(x)
+            h = x if self.norm_mlp is None else self.norm_mlp(x)
         elif self.norm_mlp is not None:
             h = self.norm_mlp(x)
         m = self.mlp(h) if side is None else side.mlp(h, self.mlp)
         if self.norm_after_mlp is not None:
             m = self.norm_after_mlp(m)
+        if scale != 1.0:
+            m = m * scale
         return x + m if self.config.wiring == "sequential" else x + o + m
+
+
+def _columns(cos: Tensor, sin: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """A layer's part of the rotation tables [..., dim]."""
+    if width == cos.shape[-1]:
+        return cos, sin
+    return cos[..., start : start + width], sin[..., start : start + width]
 
 
 def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, bias: Tensor | None) -> Tensor:

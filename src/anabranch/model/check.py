@@ -42,7 +42,7 @@ _THETA, _FACTOR = _Range(1.001, 1e15, whole=False), _Range(1e-6, 1e6, whole=Fals
 _NUMBERS: dict[str, _Range] = {
     "vocab_size": _Range(1, 1 << 24),
     **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), _WIDTH),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), _Range(1, 1 << 24)),
+    **dict.fromkeys(("intermediate_size", "shared_intermediate_size", "ffn_dim", "n_inner"), _Range(1, 1 << 24)),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), _HEADS),
     "head_dim": _Range(1, 1 << 14),
@@ -51,7 +51,13 @@ _NUMBERS: dict[str, _Range] = {
     "sliding_window": _Range(2, (1 << 31) - 1),  # transformers' cache does not slide with a window of 1
     "max_window_layers": _Range(0, 1 << 12),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), _THETA),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), _THETA),
+    **dict.fromkeys(
+        ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
+        _Range(1e-6, 1e6, whole=False),
+    ),
+    **dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval"), _Range(1, 1 << 12)),
+    "num_local_experts": _Range(0, 1 << 16),
     "query_pre_attn_scalar": _Range(1e-6, 1e6, whole=False),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _Range(1e-3, 1e6, whole=False)),
     "bos_token_id": _Range(-1, 1 << 31),
@@ -60,11 +66,12 @@ _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "enable_bias", "use_sliding_window", "use_parallel_residual",
     "scale_attn_weights",
 )  # fmt: skip
-_NAMES = ("hidden_act", "hidden_activation", "activation_function")
+_NAMES = ("hidden_act", "hidden_activation", "activation_function", "position_embedding_type")
 # Parameters of the rotary variants; those of the second group may be null.
 _STRETCH: dict[str, _Range] = {
     "rope_theta": _THETA,
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _FACTOR),
+    "llama_4_scaling_beta": _Range(0, 1e3, whole=False),
 }
 _STRETCH_OR_NULL: dict[str, _Range] = {
     "original_max_position_embeddings": _POSITIONS,
@@ -93,9 +100,9 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(_FLAGS, bool),
     **dict.fromkeys(_NAMES, str),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
-    "layer_types": list,
+    **dict.fromkeys(("layer_types", "layers_block_type", "no_rope_layers"), list),
 }
-_TYPE_NAMES = {bool: "true or false", str: "a name", dict: "an object", list: "a list of names"}
+_TYPE_NAMES = {bool: "true or false", str: "a name", dict: "an object", list: "a list"}
 
 
 def _wanted(key: str) -> str:
@@ -163,8 +170,10 @@ def check_config(config: ModelConfig) -> None:
         raise ModelError(
             f"{config.num_heads} heads cannot share {config.num_kv_heads} key/value heads evenly; {ADVICE}"
         )
-    turned = config.rope.dim
-    if config.position == "rope" and (turned % 2 or not 2 <= turned <= config.head_dim):
+    for rope in (config.rope, *([] if config.sliding_rope is None else [config.sliding_rope])):
+        turned = rope.dim
+        if config.position != "rope" or (turned % 2 == 0 and 2 <= turned <= config.head_dim):
+            continue
         raise ModelError(
             f"the number of rotated channels must be even and at most {config.head_dim}, the width of a head, "
             f"got {turned}; correct head_dim or partial_rotary_factor in the config, or fetch the model again"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["NEEDS", "ModelConfig", "RopeConfig", "needed"]
+__all__ = ["NEEDS", "ModelConfig", "RopeConfig", "Rotation", "needed"]
 
 NEEDS = "anabranch_needs"
 
@@ -44,6 +44,14 @@ class RopeConfig:
     stated: tuple[tuple[float, ...], float] | None = None
 
 
+class Rotation(NamedTuple):
+    """The columns of the rotation tables (``rope.Rope``) for q and for k: ``width`` from each of these on."""
+
+    queries: int
+    keys: int
+    width: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a decoder-only target. Sizes are in channels, heads or tokens.
@@ -63,12 +71,20 @@ class ModelConfig:
     # position: "rope" rotates q and k, "learned" adds a table to the embeddings
     position: Literal["rope", "learned"] = "rope"
     rope: RopeConfig = field(default_factory=RopeConfig)
+    # of the layers with a sliding window; None: as in the others
+    sliding_rope: RopeConfig | None = None
+    # layers that rotate q and k; None: all of them
+    rotated_layers: tuple[bool, ...] | None = None
+    # beta and L: the query at position p is multiplied by 1 + beta ln(1 + floor(p / L)), as in Llama 4
+    query_scaling: tuple[float, int] | None = None
     learned_offset: int = 0
     # norms
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     norm_plus_one: bool = False
-    qk_norm: bool = False
+    # "head": each head of q and k is normalised, "all": all heads together
+    qk_norm: Literal["none", "head", "all"] = "none"
+    pre_norms: bool = True
     post_norms: bool = False
     # wiring: "sequential"; "parallel" (one norm feeds attention and MLP); "parallel_two_norms"
     wiring: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
@@ -83,8 +99,11 @@ class ModelConfig:
     attention_softcap: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] | None = None
-    # embedding and output head
+    # scales of the embedding, of what a block adds to the rows, and of the rows after the last norm
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    output_scale: float = 1.0
+    # output head
     logit_softcap: float | None = None
     tied_head: bool = False
     eos_token_ids: tuple[int, ...] = ()
@@ -95,3 +114,15 @@ class ModelConfig:
         if self.sliding_window is None:
             return False
         return self.sliding_layers is None or self.sliding_layers[layer]
+
+    def rotations(self, layer: int) -> Rotation | None:
+        """The part of the rotation tables for a layer's q and k; None: they are not rotated."""
+        if self.position != "rope" or not (self.rotated_layers is None or self.rotated_layers[layer]):
+            return None
+        width, start = self.rope.dim, 0
+        if self.sliding_rope is not None and self.is_sliding(layer):
+            width, start = self.sliding_rope.dim, width
+        if self.query_scaling is None:
+            return Rotation(start, start, width)
+        tables = self.rope.dim + (0 if self.sliding_rope is None else self.sliding_rope.dim)
+        return Rotation(tables + start, start, width)

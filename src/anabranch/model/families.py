@@ -14,11 +14,11 @@ from typing import Any, Literal
 from anabranch.errors import ModelError
 from anabranch.model.check import check_config, check_fields, check_rope_fields, check_share, layer_kinds, token_ids
 from anabranch.model.config import ModelConfig, RopeConfig
-from anabranch.model.fields import FIELDS, family_of, read_fields
+from anabranch.model.fields import FIELDS, family_of, read_fields, text_part
 from anabranch.model.rope import ROPE_VARIANTS, check_rope, context_length
-from anabranch.support.jsonfiles import shown
+from anabranch.support.jsonfiles import is_whole, shown
 
-__all__ = ["FAMILIES", "Family", "Layout", "Source", "model_config", "module_rows", "weight_source"]
+__all__ = ["FAMILIES", "UNSUPPORTED", "Family", "Layout", "Source", "model_config", "module_rows", "weight_source"]
 
 HfConfig = Mapping[str, Any]
 Fields = dict[str, Any]  # honoured fields of config.json with their defaults, or fields of a ModelConfig
@@ -59,11 +59,13 @@ def model_config(hf: HfConfig, *, family: str | None = None) -> ModelConfig:
 
     family  the family; None: the one as which transformers would load the file
     """
+    hf = text_part(hf)
     if hf.get("quantization_config"):
         raise ModelError("the weights are stored quantised; use unquantised safetensors or a GGUF file instead")
     name = family_of(hf) if family is None else family
     if name not in FAMILIES:
-        raise ModelError(f"the family {shown(name)} is not supported; supported are {', '.join(sorted(FAMILIES))}")
+        why = f": {UNSUPPORTED[name]}" if name in UNSUPPORTED else ""
+        raise ModelError(f"the family {shown(name)} is not supported{why}; supported are {', '.join(sorted(FAMILIES))}")
     fields, given = read_fields(hf, name)
     check_fields(given, FIELDS[name].nullable)
     words = fields["vocab_size"]
@@ -160,6 +162,9 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
+_FULL, _SLIDES = "full_attention", "sliding_attention"
+
+
 def _rope(f: Fields, head_dim: int, *, theta: str = "rope_theta", share: str = "partial_rotary_factor") -> RopeConfig:
     """The rotary config, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
@@ -206,12 +211,54 @@ def _rope(f: Fields, head_dim: int, *, theta: str = "rope_theta", share: str = "
     return rope
 
 
+def _ropes(f: Fields, head_dim: int) -> Fields:
+    """The rotary configs of a family with ``rope_parameters`` for layers of each kind.
+
+    ``rope_theta`` and ``rope_scaling`` (files before transformers 5) are for the layers without a window.
+    """
+    given, longer = f["rope_parameters"], f["rope_scaling"]
+    records: dict[str, Any] = {} if given is None else dict(given)
+    if unknown := [name for name in records if name not in (_FULL, _SLIDES)]:
+        raise ModelError(
+            f"rope_parameters in the model's config has {shown(unknown[0])}, but {f['family']} models have parameters "
+            f"for {_FULL} and {_SLIDES}; correct the config or fetch the model again"
+        )
+    if longer is not None and given is not None:
+        raise ModelError(
+            "the model's config has both rope_scaling and rope_parameters; remove one or fetch the model again"
+        )
+    if longer is not None:
+        records[_FULL] = longer
+    # transformers uses rope_theta for one kind of layers only
+    base = FIELDS[f["family"]].honoured["rope_theta"]
+    bases = {_FULL: f["rope_theta"], _SLIDES: f.get("rope_local_base_freq", base)}
+    found = {}
+    for kind, theta in bases.items():
+        record = records.get(kind)
+        if not isinstance(record, dict | None):
+            raise ModelError(
+                f"rope_parameters.{kind} in the model's config must be an object, got {shown(record)}; correct the "
+                "config or fetch the model again"
+            )
+        read = {"rope_parameters": record, "rope_scaling": None, "rope_theta": theta}
+        found[kind] = _rope({**f, **read, "original_max_position_embeddings": None}, head_dim)
+    scaling = found[_SLIDES].scaling
+    if scaling is not None and scaling["rope_type"] in ("dynamic", "longrope"):
+        raise ModelError(
+            f"rope_parameters.{_SLIDES} in the model's config has the rotary variant {shown(scaling['rope_type'])}, "
+            "which is supported for layers without a window only; use another model"
+        )
+    same = found[_SLIDES] == found[_FULL]
+    return {"rope": found[_FULL], "sliding_rope": None if same else found[_SLIDES]}
+
+
 def _rms(f: Fields) -> Fields:
     """Llama and its descendants: RMSNorm, rotary positions, a gated MLP."""
     fields = _sizes(f)
+    by_kind = "original_max_position_embeddings" not in f
     return {
         **fields,
-        "rope": _rope(f, fields["head_dim"]),
+        **(_ropes(f, fields["head_dim"]) if by_kind else {"rope": _rope(f, fields["head_dim"])}),
         "norm_eps": f["rms_norm_eps"],
         "activation": _activation(f, "hidden_activation" if "hidden_activation" in f else "hidden_act"),
     }
@@ -232,12 +279,9 @@ def _sliding(f: Fields, window: int | None, slides: Callable[[int], bool]) -> Fi
     return {"sliding_window": window, "sliding_layers": None if all(layers) else layers}
 
 
-_SLIDES = "sliding_attention"
-
-
 def _uniform(f: Fields, window: int | None = None) -> Fields:
     """The window of a family whose layers are all alike; ``layer_types``, if the file has it, must agree."""
-    wanted = "full_attention" if window is None else _SLIDES
+    wanted = _FULL if window is None else _SLIDES
     for kind in layer_kinds(f["layer_types"], f["num_hidden_layers"]) or ():
         if kind != wanted:
             raise ModelError(
@@ -275,7 +319,7 @@ def _qwen2(f: Fields) -> ModelConfig:
 
 
 def _qwen3(f: Fields) -> ModelConfig:
-    return ModelConfig(**_rms(f), **_qwen_sliding(f), **_biases(f["attention_bias"]), qk_norm=True)
+    return ModelConfig(**_rms(f), **_qwen_sliding(f), **_biases(f["attention_bias"]), qk_norm="head")
 
 
 def _phi(f: Fields) -> ModelConfig:
@@ -348,6 +392,114 @@ def _gemma2(f: Fields) -> ModelConfig:
     )
 
 
+def _gemma3(f: Fields) -> ModelConfig:
+    every = f["sliding_window_pattern"]  # the last layer of each group of so many has no window
+    return ModelConfig(
+        **_gemma_fields(f),
+        **_sliding(f, f["sliding_window"], lambda layer: (layer + 1) % every > 0),
+        qk_norm="head",
+        post_norms=True,
+        attention_scale=f["query_pre_attn_scalar"] ** -0.5,
+        logit_softcap=f["final_logit_softcapping"],
+    )
+
+
+def _smollm3(f: Fields) -> ModelConfig:
+    count, rotated, every = f["num_hidden_layers"], f["no_rope_layers"], f["no_rope_layer_interval"]
+    if rotated is None:
+        rotated = [int((layer + 1) % every > 0) for layer in range(count)]
+    if len(rotated) < count or not all(is_whole(entry, 0, 1) for entry in rotated):
+        raise ModelError(
+            f"no_rope_layers in the model's config must be a list of 0 and 1 for {count} layers, got {shown(rotated)}; "
+            "correct the config or fetch the model again"
+        )
+    layers = tuple(bool(entry) for entry in rotated[:count])
+    window = f["sliding_window"]
+    slides = f["use_sliding_window"] and window is not None
+    return ModelConfig(
+        **_rms(f),
+        **_sliding(f, window, lambda layer: slides and not layers[layer]),
+        **_biases(f["attention_bias"]),
+        mlp_bias=f["mlp_bias"],
+        rotated_layers=None if all(layers) else layers,
+    )
+
+
+# Ministral 3's positions, if its file states none.
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def _ministral3(f: Fields) -> ModelConfig:
+    key = "rope_scaling" if f["rope_scaling"] else "rope_parameters"
+    f[key] = _MINISTRAL3_ROPE if f[key] is None else f[key]
+    fields, beta = _rms(f), f[key].get("llama_4_scaling_beta")
+    rope: RopeConfig = fields["rope"]
+    known = rope.scaling is not None and rope.scaling["rope_type"] in ("yarn", "llama3", "longrope")
+    if beta is None or not (known or "original_max_position_embeddings" in f[key]):
+        raise ModelError(
+            f"{key} in the model's config must have llama_4_scaling_beta and original_max_position_embeddings in a "
+            "ministral3 model; correct the config or fetch the model again"
+        )
+    check_rope_fields({"llama_4_scaling_beta": beta}, key)
+    scaling = (float(beta), int(rope.original_max_positions or rope.max_positions))
+    return ModelConfig(**fields, **_uniform(f, f["sliding_window"]), query_scaling=scaling if beta else None)
+
+
+def _olmo_fields(f: Fields) -> Fields:
+    """Norms after attention and MLP instead of before, and over all heads of q and of k."""
+    biases = _biases(f["attention_bias"])
+    return {**_rms(f), **biases, "qk_norm": "all", "pre_norms": False, "post_norms": True}
+
+
+def _olmo2(f: Fields) -> ModelConfig:
+    return ModelConfig(**_olmo_fields(f), **_uniform(f))
+
+
+def _olmo3(f: Fields) -> ModelConfig:
+    sliding = _sliding(f, f["sliding_window"], lambda layer: (layer + 1) % 4 > 0)
+    return ModelConfig(**_olmo_fields(f), **sliding)
+
+
+def _granite_fields(f: Fields) -> Fields:
+    return {
+        **_rms(f),
+        **_uniform(f),
+        **_biases(f["attention_bias"]),
+        "attention_scale": float(f["attention_multiplier"]),
+        "embedding_scale": float(f["embedding_multiplier"]),
+        "residual_scale": float(f["residual_multiplier"]),
+        "output_scale": 1 / f["logits_scaling"],
+    }
+
+
+def _granite(f: Fields) -> ModelConfig:
+    return ModelConfig(**_granite_fields(f), mlp_bias=f["mlp_bias"])
+
+
+def _granite4(f: Fields) -> ModelConfig:
+    if f["num_local_experts"]:
+        raise ModelError(
+            f"granitemoehybrid models with num_local_experts {f['num_local_experts']} in config.json are not "
+            "supported: there are no mixtures of experts; use a dense model"
+        )
+    if f["layer_types"] is None:
+        raise ModelError(
+            "granitemoehybrid models without layer_types in config.json have recurrent layers only, which are not "
+            "supported; use a dense model"
+        )
+    if (position := f["position_embedding_type"]) not in (None, "rope"):
+        raise ModelError(
+            f"position_embedding_type {shown(position)} in the model's config is not supported; supported are null "
+            "and rope"
+        )
+    f["intermediate_size"] = f["shared_intermediate_size"]
+    rotated = None if position == "rope" else (False,) * f["num_hidden_layers"]
+    return ModelConfig(**_granite_fields(f), rotated_layers=rotated)
+
+
 def _gpt_neox(f: Fields) -> ModelConfig:
     width = _head_dim(f["hidden_size"], f["num_attention_heads"])
     if f["head_dim"] not in (None, width):
@@ -396,10 +548,16 @@ _GEMMA2 = _block(
     norm_after_attention="post_attention_layernorm",
     norm_after_mlp="post_feedforward_layernorm",
 )
+_GEMMA3 = {**_GEMMA2, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
+_OLMO = {part: modules for part, modules in _GEMMA3.items() if part not in ("norm_in", "norm_mlp")}
+_GRANITE4 = _block(_NORM, _QKV, _OUT, _NORM_MLP, "shared_mlp.input_linear", "shared_mlp.output_linear")
+# the last two in models of images and text
+_TEXT_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+_TEXT_HEADS = ("lm_head", "language_model.lm_head")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _LLAMA),
-    "mistral": Family(_mistral, _LLAMA),
+    "mistral": Family(_mistral, _LLAMA, _TEXT_PREFIXES, heads=_TEXT_HEADS),
     "ministral": Family(_ministral, _LLAMA),
     "qwen2": Family(_qwen2, _LLAMA),
     "qwen3": Family(_qwen3, _QWEN3),
@@ -412,6 +570,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(_gemma, _LLAMA),
     "gemma2": Family(_gemma2, _GEMMA2),
+    "gemma3_text": Family(_gemma3, _GEMMA3, _TEXT_PREFIXES, heads=_TEXT_HEADS),
+    "smollm3": Family(_smollm3, _LLAMA),
+    "ministral3": Family(_ministral3, _LLAMA, _TEXT_PREFIXES, heads=_TEXT_HEADS),
+    "olmo2": Family(_olmo2, _OLMO),
+    "olmo3": Family(_olmo3, _OLMO),
+    "granite": Family(_granite, _LLAMA),
+    "granitemoehybrid": Family(_granite4, _GRANITE4),
     "gpt_neox": Family(
         *(_gpt_neox, _NEOX, ("gpt_neox.", "")),
         embedding="embed_in",
@@ -419,4 +584,28 @@ FAMILIES: dict[str, Family] = {
         heads=("embed_out", "lm_head"),
         layouts={"qkv": "by_head"},
     ),
+}
+
+_EXPERTS = "mixtures of experts do not run here yet"
+_RECURRENT = "layers with a recurrent state, which a rejected draft would have to roll back, do not run here yet"
+_IMAGES = "models of images and text do not run here"
+# Families that people ask for, by the names of their configs and of GGUF files, and why they are not supported.
+UNSUPPORTED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("mixtral", "qwen2_moe", "qwen2moe", "qwen3_moe", "qwen3moe", "gpt_oss", "gpt-oss", "olmoe", "phimoe"),
+            *("granitemoe", "deepseek_v2", "deepseek_v3", "deepseek2", "glm4_moe", "glm4moe", "llama4_text"),
+            *("ernie4_5_moe", "minimax_m2", "mistral4", "dbrx", "grok"),
+        ),
+        _EXPERTS,
+    ),
+    **dict.fromkeys(
+        (
+            *("qwen3_next", "qwen3next", "qwen3_5_text", "qwen35", "qwen3_5_moe_text", "qwen35moe", "lfm2", "lfm2_moe"),
+            *("lfm2moe", "granitehybrid", "mamba", "mamba2", "jamba", "bamba", "falcon_h1", "falcon-h1", "nemotron_h"),
+            *("recurrent_gemma", "rwkv6", "rwkv7", "zamba2", "olmo_hybrid"),
+        ),
+        _RECURRENT,
+    ),
+    **dict.fromkeys(("llama4", "qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3n"), _IMAGES),
 }

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from anabranch.errors import ModelError
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["FIELDS", "Fields", "Refused", "family_of", "read_fields"]
+__all__ = ["FIELDS", "Fields", "Refused", "family_of", "read_fields", "text_part"]
 
 
 class Refused(NamedTuple):
@@ -48,6 +48,30 @@ def family_of(hf: Mapping[str, Any]) -> str:
     """The family of a config. transformers reads a Mistral config with ``layer_types`` as Ministral."""
     name = str(hf.get("model_type", "(none)"))
     return "ministral" if name == "mistral" and "layer_types" in hf else name
+
+
+# Models of images and text: the family of their text part if the file does not name it.
+_WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model in a config; the part of a model of images and text, else the config itself.
+
+    Raises ModelError if that part is missing.
+    """
+    name = hf.get("model_type")
+    if name not in _WITH_IMAGES:
+        return hf
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(
+            f"text_config in the model's config must be an object, since {name} models have their language model "
+            f"there, got {shown(text)}; fetch the model again"
+        )
+    whole = {key: hf[key] for key in ("quantization_config", "bos_token_id", "eos_token_id") if key in hf}
+    tied = {"tie_word_embeddings": hf.get("tie_word_embeddings", True)}
+    # transformers' classes of images and text do not cap logits
+    return {"model_type": _WITH_IMAGES[name], **whole, **text, **tied, "final_logit_softcapping": None}
 
 
 def read_fields(hf: Mapping[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -127,6 +151,11 @@ def _rope(*, theta: str = "rope_theta", share: str = "partial_rotary_factor", ro
     return {**nothing, theta: 10_000.0, share: rotated}
 
 
+def _ropes_by_kind(theta: float) -> Any:
+    """Rotary positions with one record for layers with a sliding window and one for the others."""
+    return {"rope_parameters": None, "rope_scaling": None, "rope_theta": theta, "partial_rotary_factor": None}
+
+
 def _gated(inner: int, *, kv_heads: int | None = None, head_dim: int | None = None, eps: float = 1e-6) -> Any:
     """RMSNorm, grouped heads and a gated MLP."""
     heads = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
@@ -143,6 +172,14 @@ _QWEN = (
     {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
 )
 _GELU = "gelu_pytorch_tanh"
+_OLMO = (_sizes(50_304, 4096, 32, 32, 2048, ends=(None, 50_279)), _gated(11_008, eps=1e-5), {"attention_bias": False})
+_GRANITE = (
+    _sizes(32_000, 4096, 32, 32, 2048),
+    _rope(),
+    {"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6},
+    {"attention_bias": False},
+    dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
+)
 
 FIELDS: dict[str, Fields] = {
     "llama": _table(
@@ -232,5 +269,46 @@ FIELDS: dict[str, Fields] = {
         {"use_parallel_residual": True, "attention_bias": True},
         nullable="head_dim",
         ignored="classifier_dropout hidden_dropout is_decoder",
+    ),
+    "gemma3_text": _table(
+        _sizes(262_208, 2304, 26, 8, 131_072, ends=(2, 1), tied=True),
+        _ropes_by_kind(1_000_000.0),
+        {"rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
+        {"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False},
+        {"hidden_activation": _GELU, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        {"final_logit_softcapping": None},
+        nullable="final_logit_softcapping sliding_window",
+        # attn_logit_softcapping: Gemma 3 has none, and transformers does not apply it
+        ignored="attn_logit_softcapping",
+        refused=_BOTH_WAYS,
+    ),
+    "smollm3": _table(
+        _sizes(128_256, 2048, 36, 16, 32_768, ends=(128_000, 128_001), tied=True),
+        _gated(11_008, kv_heads=4),
+        {**_rope(), "rope_theta": 2_000_000.0},
+        {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": None},
+        {"no_rope_layers": None, "no_rope_layer_interval": 4},
+        nullable="num_key_value_heads sliding_window no_rope_layers",
+    ),
+    # transformers needs the factor of queries, in rope_parameters
+    "ministral3": _table(
+        _sizes(131_072, 4096, 34, 32, 262_144),
+        _gated(14_336, kv_heads=8, head_dim=128, eps=1e-5),
+        _rope(),
+        {"sliding_window": None},
+        nullable=f"{_HEADS} sliding_window",
+    ),
+    "olmo2": _table(*_OLMO, _rope(), nullable="num_key_value_heads"),
+    "olmo3": _table(*_OLMO, _ropes_by_kind(500_000.0), {"sliding_window": 4096}, nullable="num_key_value_heads"),
+    "granite": _table(*_GRANITE, {"intermediate_size": 11_008, "mlp_bias": False}, nullable="num_key_value_heads"),
+    # Granite 4: the dense models of a class that also has experts and recurrent layers
+    "granitemoehybrid": _table(
+        *_GRANITE,
+        {"shared_intermediate_size": 1024, "position_embedding_type": None, "num_local_experts": 8},
+        nullable="num_key_value_heads position_embedding_type",
+        ignored="intermediate_size num_experts_per_tok output_router_logits router_aux_loss_coef mamba_n_heads "
+        "mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias "
+        "mamba_proj_bias time_step_limit",
+        refused={"layers_block_type": Refused((), "layers must be named in layer_types")},
     ),
 }

@@ -30,8 +30,8 @@ class Network(nn.Module):
             if config.position == "learned"
             else None
         )
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = Norm(config)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = Norm(config, scale=config.output_scale)
         self.head: Any = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.head.weight = self.embedding.weight
@@ -50,7 +50,8 @@ class Network(nn.Module):
     def rope(self) -> Rope:
         """The rotation tables, made on the weights' device on first use."""
         if self._rope is None or self._rope.device != self.device:
-            self._rope = Rope(self.config.rope, self.device)
+            c = self.config
+            self._rope = Rope(c.rope, self.device, sliding=c.sliding_rope, query_scaling=c.query_scaling)
         return self._rope
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

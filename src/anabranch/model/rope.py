@@ -53,11 +53,22 @@ class Rope:
     prompt, a later token for its own position + 1. So a rotation depends on the token's position and on the length of
     the prompt, but not on how decoding is stepped. If the config ``rereads``, a text that outgrows the original length
     is read again as a whole, like a prompt.
+
+    sliding        rotations of the layers with a sliding window, in further columns of each table
+    query_scaling  the factors of queries (``ModelConfig.query_scaling``): a copy of all columns, scaled, comes last
     """
 
-    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RopeConfig,
+        device: torch.device,
+        *,
+        sliding: RopeConfig | None = None,
+        query_scaling: tuple[float, int] | None = None,
+    ) -> None:
         self.config = config
         self.device = device
+        self._sliding, self._query_scaling = sliding, query_scaling
         self.varies = _kind(config) in ("dynamic", "longrope")
         self._tables: dict[int, Tensor] = {}
 
@@ -118,10 +129,22 @@ class Rope:
         """cos and sin of every position, stacked [2, rows, dim] so that one lookup per step fetches both."""
         positions = torch.arange(rows, device="cpu")
         lengths = (positions + 1).clamp(min=prompt)
-        inv_freq, factor = rope_frequencies(self.config, lengths if self.varies else lengths[:1])
-        angles = positions[:, None].float() * inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        return (torch.stack((angles.cos(), angles.sin())) * factor).to(self.device)
+        tables = [_turns(self.config, positions, lengths if self.varies else lengths[:1])]
+        if self._sliding is not None:
+            tables.append(_turns(self._sliding, positions, lengths[:1]))
+        if self._query_scaling is not None:
+            beta, length = self._query_scaling
+            factors = 1 + beta * torch.log(1 + torch.floor(positions / length))
+            tables += [table * factors[:, None] for table in tables]
+        return torch.cat(tables, dim=-1).to(self.device)
+
+
+def _turns(config: RopeConfig, positions_T: Tensor, lengths_T: Tensor) -> Tensor:
+    """cos and sin of some positions [2, T, dim]; ``lengths_T`` as in ``rope_frequencies``."""
+    inv_freq, factor = rope_frequencies(config, lengths_T)
+    angles = positions_T[:, None].float() * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin())) * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

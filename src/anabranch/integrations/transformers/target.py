@@ -161,6 +161,9 @@ def _followed(model: Any, config: ModelConfig) -> ModelConfig:
     if config.position != "rope" or (rotary := _rotary(model)) is None:
         return config
     name, rotary = rotary
+    if isinstance(rotary.rope_type, dict):  # frequencies for each kind of layers
+        _check_frequencies(name, rotary, config)
+        return config
     changing = rotary.rope_type in _CHANGING
     inv_freq = rotary.original_inv_freq if changing else rotary.inv_freq
     expected, factor = rope_frequencies(config.rope, torch.tensor([1]))
@@ -168,11 +171,25 @@ def _followed(model: Any, config: ModelConfig) -> ModelConfig:
     if stated.shape == expected[0].shape and torch.equal(stated, expected[0]) and scaling == factor:
         return config
     if changing or stated.shape != expected[0].shape:
-        raise CapabilityError(
-            f"the frequencies of {name} are not those of the model's config, and change with the length of a text; "
-            "load the model in its type (dtype=) instead of converting it, or generate without custom_generate"
-        )
+        raise _other_frequencies(name, "and change with the length of a text")
     return replace(config, rope=replace(config.rope, stated=(tuple(stated.tolist()), scaling)))
+
+
+def _check_frequencies(name: str, rotary: nn.Module, config: ModelConfig) -> None:
+    """Raise CapabilityError if the frequencies of a kind of layers are not those of the config."""
+    for kind, rope in {"full_attention": config.rope, "sliding_attention": config.sliding_rope or config.rope}.items():
+        stated = getattr(rotary, f"{kind}_original_inv_freq", None)
+        if isinstance(stated, Tensor) and not torch.equal(
+            stated.detach().float().cpu(), rope_frequencies(rope, torch.tensor([1]))[0][0]
+        ):
+            raise _other_frequencies(name, f"in the layers of {kind}")
+
+
+def _other_frequencies(name: str, how: str) -> CapabilityError:
+    return CapabilityError(
+        f"the frequencies of {name} are not those of the model's config, {how}; load the model in its type (dtype=) "
+        "instead of converting it, or generate without custom_generate"
+    )
 
 
 # -- what cannot be decoded as transformers does it --------------------------------------------------

@@ -58,7 +58,7 @@ class EagleModule(TrainedModule):
         self.norms = nn.ModuleList(Norm(self.model) if normed else nn.Identity() for normed in of_inputs)
         self.block = Block(self.model)
         if not config.input_norm:
-            self.block.norm_in = nn.Identity()  # type: ignore[assignment]
+            self.block.norm_in = nn.Identity()
         self.norm = Norm(self.model) if config.layers else None
         ids = torch.arange(target.vocab_size) if vocabulary is None else vocabulary.long().cpu()
         self.register_buffer("vocabulary", ids)
