@@ -13,7 +13,9 @@ import copy
 import ctypes
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +39,74 @@ INDEXING = {aten.index, aten.index_put, aten.index_put_}
 # what brings a number to the host, or one of the host's into a recording
 READS = {aten._local_scalar_dense, aten.item, aten.nonzero, aten.masked_select, aten.lift_fresh, aten.lift_fresh_copy}
 
+# make memory without filling it
+MEMORY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 _tape: list[Call] | None = None  # what is being recorded
+
+
+@dataclass
+class Work:
+    """What a device was given to do.
+
+    kernels   by operation, inside graphs and outside; copies between host and device among them
+    launches  what the host started: kernels outside of graphs, copies, and replayed graphs
+    reads     values that the host waited for
+    written   bytes that kernels wrote
+    """
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
+    reads: int = 0
+    written: int = 0
+
+
+_work: Work | None = None
+_replaying = False
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Work]:
+    """Count the work of the device inside."""
+    global _work
+    before, _work = _work, Work()
+    try:
+        yield _work
+    finally:
+        _work = before
+
+
+def _count(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """An operation is one kernel if it makes or changes values, and none if it returns a view of its arguments."""
+    if _work is None:
+        return
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    packet = func.overloadpacket
+    here = packet is aten.cpu or (packet in (aten.to, aten._to_copy) and any(isinstance(x, There) for x in tensors))
+    if packet in READS - {aten.lift_fresh, aten.lift_fresh_copy} or (here and outs and not isinstance(outs[0], There)):
+        _work.reads += 1
+    if not any(isinstance(x, There) for x in (*tensors, *outs)):
+        return
+    places = {_place(x) for x in tensors}
+    new = [x for x in outs if _place(x) not in places]
+    changed = [
+        x
+        for argument, x in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(x, Tensor)
+    ]
+    if packet in MEMORY or not (new or changed):
+        return
+    _work.kernels[packet.__name__] += 1
+    _work.launches += not _replaying
+    _work.written += sum(x.nbytes for x in new)
+    _work.written += sum(x.nbytes for x in changed) if packet is aten.copy_ else 0
+
+
+def _place(x: Tensor) -> int:
+    """The memory that a tensor lies in."""
+    return (x.held if isinstance(x, There) else x).untyped_storage().data_ptr()
 
 
 class There(Tensor):
@@ -66,6 +134,8 @@ class There(Tensor):
 
     def tolist(self) -> Any:
         assert _tape is None, "a number was read while recording"
+        if _work is not None:
+            _work.reads += 1
         return self.held.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -91,6 +161,7 @@ class _Mode(TorchDispatchMode):
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = _compute(func, args, kwargs)
+    _count(func, args, kwargs, out)
     if _tape is not None:
         _tape.append((func, args, kwargs, out))
     return out
@@ -179,13 +250,25 @@ def _repeat(calls: list[Call], found: tuple[Tensor, ...], outputs: tuple[Tensor,
     def current(x: Any) -> Any:
         return new.get(id(x), x) if isinstance(x, Tensor) else x
 
+    global _replaying
+    if _work is not None:
+        _work.launches += 1
+    _replaying = True
     for func, args, kwargs, out in calls:
-        again = _compute(func, tree_map(current, args), tree_map(current, kwargs))
+        given = tree_map(current, args), tree_map(current, kwargs)
+        again = _compute(func, *given)
+        _count(func, *given, again)
         for old, fresh in zip(tree_leaves(out), tree_leaves(again), strict=True):
             if isinstance(old, Tensor):
                 new[id(old)] = fresh
+    _replaying = False
     for place, x in zip(outputs, found, strict=True):
-        place.copy_(current(x))
+        place.held.copy_(current(x).held)  # a graph of CUDA has written its outputs already
+
+
+def _trusted(device: torch.device) -> bool:
+    """Fused operations are their definitions here."""
+    return device.type == "cuda"
 
 
 def _there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -261,6 +344,8 @@ def cuda() -> Iterator[torch.device]:
             mock.patch.multiple(torch.cuda, **about),
             mock.patch.multiple(torch, tensor=_there(torch.tensor), as_tensor=_there(torch.as_tensor)),
             mock.patch("anabranch.model.graphs.CudaCapture", Capture),
+            mock.patch("anabranch.model.device.layers.trusted", _trusted),
+            mock.patch("anabranch.model.backends.trusted", _trusted),
             _Mode(),
         ):
             yield CUDA

@@ -221,7 +221,7 @@ class Engine(Batch):
             paths = [[*range(n), *(n + node for node in path)] for n, path in zip(prefill, paths, strict=True)]
             for member, more in zip(members, prefill, strict=True):
                 member.read += more
-        self.cache.commit(paths)
+        self.cache.commit(paths, moved=result.verdicts is not None)
         emitted = [self._emit(*each) for each in zip(members, trees, verdicts, strict=True)]
         after_commit = time.perf_counter()
         nodes = sum(result.counts_B)
@@ -315,11 +315,15 @@ class Engine(Batch):
         return probes
 
     def _forward(self, members: list[Member], trees: Sequence[DraftTree], probes: Sequence[DraftTree]) -> PassResult:
-        """The pass over all rows' trees; tokens come with it where every row takes the most probable ones."""
+        """The pass over all rows' trees; where every row takes the most probable tokens, these come with it.
+
+        A backend may return accepted paths instead, unless nodes besides those of the trees are in the pass.
+        """
         prompts = [member.row.tokens[member.read : member.read + member.unread] for member in members]
         taps = {layer for member in members for layer in member.drafter.needs.layers}
         if probes:
             trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
+        greedy = all(member.greedy for member in members)
         # not through ``Module.__call__``, which first looks for hooks
         return self.target.forward(
             Inputs.of_trees(trees, prompts),
@@ -327,7 +331,7 @@ class Engine(Batch):
             slots=slice(0, len(members)),
             taps=sorted(taps),
             rider=self.rider_of(members[0].drafter),
-            need="tokens" if all(member.greedy for member in members) else "hidden",
+            need="hidden" if not greedy else "tokens" if probes or any(prompts) else "paths",
             loras=[member.request.lora for member in members],
         )
 

@@ -20,11 +20,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anabranch.model.blocks import Block
+from anabranch.model.device.layers import MOST_ROWS, FusedRows, fits, fused_layers, trusted
+from anabranch.model.device.ops import ops
 from anabranch.model.graphs import Capture, capture_for, span_bucket, width_bucket
+from anabranch.model.inputs import Inputs
 from anabranch.model.network import Network
 from anabranch.model.passes import Nodes, Pass, PassRequest, PassResult, Rider
 from anabranch.native.library import Library
 from anabranch.sampling import SamplingParams, argmax, target_tokens
+from anabranch.verify import Verdict
 
 __all__ = ["GraphBackend", "TorchBackend", "backend_for"]
 
@@ -36,9 +40,11 @@ class TorchBackend:
     kernels  the native kernels if they run the layers: then main rows are float32 between layers, and a rider's rows go
              through a layer separately
     capture  captures computations of fixed shapes as graphs; None: no graphs
+    verifies whether passes can return accepted paths (``PassResult.verdicts``)
     """
 
     ragged: bool = False
+    verifies: bool = False
     kernels: Library | None = None
     capture: Capture | None = None
 
@@ -123,14 +129,21 @@ class TorchBackend:
 
 
 class GraphBackend(TorchBackend):
-    """Captures passes as graphs at a few padded shapes and replays them; others run as in ``TorchBackend``."""
+    """Captures passes as graphs at a few padded shapes and replays them; others run as in ``TorchBackend``.
+
+    Where fused operations are trusted, a graph computes layers in these if they fit, and ends with the head, the greedy
+    tokens, their verification and the commit: the host sends a pass one tensor and reads one.
+    """
+
+    verifies = True
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
+        self._fits: bool | None = None
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a pass at the next larger captured shapes."""
-        inputs, cache, slots, taps, rider, _, sides = request
+        inputs, cache, slots, taps, rider, need, sides = request
         if slots.start or inputs.prefill_B or sides is not None or (rider is not None and not rider.fixed):
             return super().run(network, request)  # a pass that does not start at the first row reads a prompt
         rows, nodes = len(inputs.counts_B), inputs.width
@@ -142,24 +155,67 @@ class GraphBackend(TorchBackend):
             return super().run(network, request)  # the rest of a prompt may take tables of its own
         cache.begin(width, slots)
         span, table = span_bucket(longest + width, cache.capacity), rope.rotations(cache.capacity).table
+        known = trusted(network.device)
+        paths = known and need == "paths"
+        fused = known and rider is None and rows * width <= MOST_ROWS and self._fused(network)
 
         def compute(*nodes: Tensor) -> tuple[Tensor, ...]:
-            run = Pass(network.config, Nodes(*nodes), cache, slots, rope, span=span)
-            result = self._through(network, run, inputs.counts_B, taps, rider)
-            riding = () if result.riding_MSD is None else (result.riding_MSD,)
-            return (result.hidden_MD, *(result.taps[layer] for layer in taps), *riding)
+            tokens_BN, parents_BN, lengths_B = unpacked(nodes[0], rows)
+            riding: tuple[Tensor, ...] = ()
+            if fused:
+                seen = FusedRows(network.config, table, parents_BN, lengths_B, span)
+                x = network.embed(tokens_BN, seen.positions_BN)
+                x, tapped = fused_layers(network, x, seen, cache, slots, taps)
+                hidden = network.norm(x).flatten(0, 1)
+            else:
+                run = Pass(network.config, Nodes(*nodes[1:]), cache, slots, rope, span=span)
+                result = self._through(network, run, inputs.counts_B, taps, rider)
+                hidden, tapped = result.hidden_MD, dict(result.taps)
+                riding = () if result.riding_MSD is None else (result.riding_MSD,)
+            end: tuple[Tensor, ...] = ()
+            if paths:
+                chosen = ops.choose(network.logits(hidden)).view(tokens_BN.shape)
+                end = (ops.verify(tokens_BN, parents_BN, chosen),)
+                ops.keep(cache.keys[:, slots], cache.values[:, slots], lengths_B, *end)
+            return (hidden, *(tapped[layer] for layer in taps), *riding, *end)
 
-        key = ("pass", rows, slots.start, width, span, id(rider), tuple(taps), table.data_ptr())
-        padded = Nodes.of(inputs.widened(width), cache.lengths[slots])
-        hidden, *others = cache.graphs.run(self.capture, key, compute, padded, network.device, held=(table, rider))
-        tapped, riding = others[: len(taps)], others[len(taps) :]
+        padded = inputs.widened(width)
+        given = [packed(padded, cache.lengths[slots])]
+        if not fused:
+            given += Nodes.of(padded, cache.lengths[slots])
+        key = ("pass", rows, slots.start, width, span, id(rider), tuple(taps), table.data_ptr(), fused, paths)
+        hidden, *others = cache.graphs.run(self.capture, key, compute, given, network.device, held=(table, rider))
+        tapped, others = others[: len(taps)], others[len(taps) :]
         return PassResult(
             inputs.counts_B,
             range(0, rows * width, width),
             hidden,
             taps=dict(zip(taps, tapped, strict=True)),
-            riding_MSD=riding[0] if riding else None,
+            riding_MSD=others[0] if rider is not None and rider.rides else None,
+            verdicts=verdicts_of(others[-1]) if paths else None,
         )
+
+    def _fused(self, network: Network) -> bool:
+        if self._fits is None:
+            self._fits = fits(network)
+        return self._fits
+
+
+def packed(inputs: Inputs, lengths: Sequence[int]) -> Tensor:
+    """Tokens and parents of all nodes and the committed tokens of each row in one tensor [B (2 N + 1)], on the host."""
+    return torch.from_numpy(np.concatenate((inputs.tokens_BN, inputs.parents_BN, lengths), axis=None))
+
+
+def unpacked(packed: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of ``packed``: tokens and parents [B, N], lengths [B]."""
+    nodes = (len(packed) - rows) // 2
+    tokens, parents, lengths_B = packed.split((nodes, nodes, rows))  # type: ignore[no-untyped-call]
+    return tokens.view(rows, -1), parents.view(rows, -1), lengths_B
+
+
+def verdicts_of(verdicts: Tensor) -> list[Verdict]:
+    """The accepted paths that ``ops.verify`` found."""
+    return [Verdict(tuple(path[:count]), token) for count, token, *path in verdicts.tolist()]
 
 
 def backend_for(device: torch.device) -> TorchBackend:

@@ -220,13 +220,14 @@ class Cache:
         self._selections.append((layer, kept_Bn.cpu()))
         self._width = kept_Bn.shape[1]
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]], *, moved: bool = False) -> None:
         """Keep the nodes of each row's accepted path (indices into the selected tree) and drop the rest.
 
-        Nodes that were pruned at a layer are dropped from the layers below it here, lazily (ACL G.1).
+        Nodes that were pruned at a layer are dropped from the layers below it here, lazily (ACL G.1). With ``moved``
+        the pass has moved keys and values already (``PassResult.verdicts``).
         """
         for slot, path in enumerate(paths, self._slots.start):
-            high, nodes = self.keys.shape[0], list(path)
+            high, nodes = self.keys.shape[0], list(range(len(path)) if moved else path)
             # walk the groups of layers from the top, translating node indices back through each selection
             for low, kept_Bn in reversed(self._selections):
                 self._move(low, high, slot, self.lengths[slot], nodes)

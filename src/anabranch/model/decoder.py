@@ -109,7 +109,8 @@ class Decoder(Network):
         slots    the cache slots of the rows (default: all in use)
         taps     layers before which the main rows are returned
         rider    a drafter's part in the pass, or the target's own; None: no rider. Takes no prompt tokens (``Inputs``)
-        need     the output: keys and values only; rows after the last norm; or these with their logits or greedy tokens
+        need     the output: keys and values only; rows after the last norm; or these with their logits, greedy tokens,
+                 or accepted paths (greedy tokens where the backend does not verify)
         loras    the name of each row's LoRA, or None [B]; empty: no row has one
 
         Raises InputError if the nodes do not fit the cache or the learned positions.
@@ -119,13 +120,15 @@ class Decoder(Network):
         if self.config.position == "learned":
             self._check_positions(inputs, cache.lengths[slots])
         sides = self.loras.sides(loras)
+        if need == "paths" and not self.backend.verifies:
+            need = "tokens"
         assert sides is None or rider is None or not rider.rides, "rows that ride take no LoRA"
         assert rider is None or not inputs.prefill_B, "a rider takes part in all nodes of a pass"
         request = PassRequest(inputs, cache, slots, taps, rider, need, sides)
         result = self.backend.run(self, request)
         if need == "logits":
             return result._replace(logits_MV=self.logits(result.hidden_MD))
-        if need == "tokens" and result.tokens_M is None:
+        if need in ("tokens", "paths") and result.tokens_M is None and result.verdicts is None:
             return result._replace(tokens_M=self.choose(result.hidden_MD).cpu().numpy())
         return result
 

@@ -22,6 +22,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs, starts_of
 from anabranch.model.rope import Rope
+from anabranch.verify import Verdict
 
 __all__ = ["Entry", "Need", "Nodes", "Pass", "PassRequest", "PassResult", "Rider"]
 
@@ -197,8 +198,10 @@ class Rider(Protocol):
         """Split the last layer's output into the main rows [B, N, D] and the states of the rider's rows [M, S, D]."""
 
 
-# the outputs of a pass besides keys, values and taps: nothing, the main rows, their logits, or the greedy tokens
-Need: TypeAlias = Literal["keys", "hidden", "logits", "tokens"]
+# the outputs of a pass besides keys, values and taps: nothing, the main rows, their logits, the greedy tokens, or the
+# paths of the trees that greedy tokens accept, committed in the cache as far as keys and values go; a backend that does
+# not verify returns the tokens instead
+Need: TypeAlias = Literal["keys", "hidden", "logits", "tokens", "paths"]
 
 
 class PassRequest(NamedTuple):
@@ -228,6 +231,8 @@ class PassResult(NamedTuple):
     hidden_MD     main rows after the last norm; may be empty if only keys and values were needed
     tokens_M      the target's greedy token after each node, if requested, on the host
     logits_MV     logits, if requested
+    verdicts      the accepted path of each row, if requested and the backend verifies: their keys and values lie after
+                  the committed tokens already
     taps          main rows [M, D] before each tapped layer
     kept          the nodes of each row that were not pruned, ascending; None: nothing was pruned
     riding_MSD    states of the rows that a rider added, after the last norm; None: it added none
@@ -241,6 +246,7 @@ class PassResult(NamedTuple):
     taps: Mapping[int, Tensor] = MappingProxyType({})
     kept: Sequence[NDArray[np.int64]] | None = None
     riding_MSD: Tensor | None = None
+    verdicts: Sequence[Verdict] | None = None
 
     def nodes(self, row: int) -> slice:
         """The indices of a row's nodes in M."""
