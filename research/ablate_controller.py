@@ -67,22 +67,31 @@ class Simulated(NoDrafter):
         self.name, self.traits = kind.name, kind.traits
 
 
-def decode(kind: Kind, table: str, rows: int, texts: int, *, seed: int = 0, mode: int | None = None) -> float:
-    """Tokens per millisecond of texts of 128 tokens, ``rows`` at a time; ``mode`` 0 decodes plainly."""
+def decode(
+    kind: Kind, table: str, rows: int, texts: int, *, seed: int = 0, mode: int | None = None, changing: bool = False
+) -> float:
+    """Tokens per millisecond of texts, ``rows`` at a time; ``mode`` 0 decodes plainly.
+
+    changing  texts of 512 tokens instead of 128, whose ease changes every 128 tokens, on a machine on which drafts
+              take five times as long during 60 of 600 steps
+    """
     truth, noise = StepCosts.parse(table), np.random.default_rng(seed)
     made = Controller(Costs(PassCosts(StepCosts.parse("1:1/8:1.2/12:1.5/24:2.6"), busy=True)), ragged=True)
     drafter, sampling = Simulated(kind), SamplingParams()
     plain = float(truth(np.array(1)))
-    ease = np.exp(0.35 * noise.standard_normal(texts + rows))  # of texts
+    ease = np.exp((0.8 if changing else 0.35) * noise.standard_normal(4 * (texts + rows)))  # of texts
+    steps = 0
     left, easy, started = [0.0] * rows, [1.0] * rows, 0
     each = [Row([9] * 100, 1, sampling) for _ in range(rows)]
     total = spent = 0.0
     while started < texts:
         for b in range(rows):
             if left[b] <= 0:
-                left[b], easy[b] = 128.0, ease[started]
+                left[b] = 512.0 if changing else 128.0
                 started += 1
                 made.joined(drafter, rows)
+            easy[b] = ease[4 * started + int(max(0.0, left[b]) // 128) % 4]
+        steps += 1
         plan = made.plan({drafter: rows}, 100.0)[drafter]
         if mode == 0:
             plan = controller.Plan(0)
@@ -106,7 +115,7 @@ def decode(kind: Kind, table: str, rows: int, texts: int, *, seed: int = 0, mode
         passed = slow * float(truth(np.array(nodes)))
         # rows share part of a draft's cost, as they share a pass
         drafts = plain * rows**0.8 * (kind.fixed.get(plan.mode, 0.0) + kind.node * plan.nodes * (plan.mode > 1))
-        other = slow * (0.1 + 0.02 * rows + drafts)
+        other = slow * (0.1 + 0.02 * rows + drafts * (5.0 if changing and steps % 600 < 60 else 1.0))
         if mode is None:
             made.saw_step(nodes, rows, 100.0, tokens=sum(yields), pass_ms=passed, other_ms=other)
         for b, tokens in enumerate(yields):
@@ -151,13 +160,26 @@ def main() -> None:
     parser.add_argument("--rows", type=int, action="append", help="rows in use; repeatable (default: 1, 4, 8 and 32)")
     parser.add_argument("--out", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
-    situations = [(kind, name, rows) for kind in KINDS for name in PASSES for rows in args.rows or (1, 4, 8, 32)]
+    situations = [
+        (kind, name, rows, changing)
+        for kind in KINDS
+        for name in PASSES
+        for rows in args.rows or (1, 4, 8, 32)
+        for changing in (False, True)
+    ]
 
     def rates(mode: int | None = None) -> dict[str, float]:
         texts = {rows: args.texts + 2 * rows for rows in (1, 2, 4, 8, 16, 32)}
         return {
-            f"{kind.name}, {name}, {rows} rows": decode(kind, PASSES[name], rows, texts[rows], mode=mode)
-            for kind, name, rows in situations
+            f"{kind.name}, {name}, {rows} rows{', changing' if changing else ''}": decode(
+                kind,
+                PASSES[name],
+                rows,
+                texts[rows] // 2 + rows if changing else texts[rows],
+                mode=mode,
+                changing=changing,
+            )
+            for kind, name, rows, changing in situations
         }
 
     base, plain = rates(), rates(mode=0)
@@ -177,8 +199,14 @@ def main() -> None:
             rows.append(
                 {"constant": constant, "value": label, "rate": round(mean, 4), "worst": round(ratios[worst], 3)}
             )
+            for what in (False, True):
+                some = [math.log(ratio) for name, ratio in ratios.items() if name.endswith("changing") == what]
+                rows[-1]["changing" if what else "steady"] = round(math.exp(sum(some) / len(some)), 4)
             rows[-1]["where"] = worst
-            print(f"{constant:10} {label:8} {mean:7.4f}  worst {ratios[worst]:.3f} ({worst})", flush=True)
+            print(
+                f"{constant:10} {label:8} {mean:7.4f} {rows[-1]['steady']} {rows[-1]['changing']}  worst {ratios[worst]:.3f} ({worst})",
+                flush=True,
+            )
     record["ablation"] = rows
     if args.out is not None:
         import sys

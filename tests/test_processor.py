@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,19 @@ TREES = {
 }
 
 
+def mounts(files: Iterable[str]) -> str:
+    """What /proc/self/mountinfo says of the folders below /sys/fs/cgroup that a tree has."""
+    tops = {path.partition("/")[0] if path.startswith(("cpu/", "cpu,", "unified/")) else "" for path in files}
+    kinds = {top: "cgroup cgroup rw,cpu,cpuacct" if top.startswith("cpu") else "cgroup2 cgroup2 rw" for top in tops}
+    return "".join(f"35 31 0:32 / /sys/fs/cgroup/{top} rw,nosuid shared:4 - {kind}\n" for top, kind in kinds.items())
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_quotas(name: str, tmp_path: Path) -> None:
     own, files, quota = TREES[name]
     for path, text in {
         "proc/self/cgroup": own,
+        "proc/self/mountinfo": mounts(files),
         **{f"sys/fs/cgroup/{key}": text for key, text in files.items()},
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +72,7 @@ def test_unreadable_files_set_no_quota(tmp_path: Path) -> None:
     (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff")
     assert cgroup_quota(tmp_path) is None
     (tmp_path / "proc/self/cgroup").write_text("0::/")
+    (tmp_path / "proc/self/mountinfo").write_text(mounts(["cpu.max"]))
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/cpu.max").write_bytes(b"\xff\xff")
     assert cgroup_quota(tmp_path) is None

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.drafting.drafter import Row
+from anabranch.drafting.matches import PRIOR
 from anabranch.errors import InputError
 from anabranch.methods import parse_spec
-from anabranch.methods.prompt_lookup import PRIOR, WEIGHT, Index, PromptLookupDrafter
+from anabranch.methods.prompt_lookup import WEIGHT, Index, PromptLookupDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 

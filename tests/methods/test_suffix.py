@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.drafting.matches import PRIOR
 from anabranch.errors import InputError
 from anabranch.methods import Row, make_drafter, parse_spec
 from anabranch.methods.suffix import (
     CONTEXT,
     OVERHEAD,
     OWN,
-    PRIOR,
     SHARED,
     UNSEEN,
     WEIGHT,
@@ -205,12 +205,10 @@ def test_right_and_wrong_drafts_change_what_is_believed() -> None:
     row.tokens += [6, 5]
     seen = row.state[drafter]
     of_row(row, drafter)
-    assert seen.right[0] == pytest.approx(WEIGHT * PRIOR[0] + 1)
-    assert seen.all[0] == WEIGHT + 1
+    assert seen.rates(1) == pytest.approx((WEIGHT * PRIOR[0] + 1) / (WEIGHT + 1))
     row.tokens += [9, 5]
     of_row(row, drafter)
-    assert seen.all[2] == WEIGHT + 1, "three tokens matched"
-    assert seen.right[2] == pytest.approx(WEIGHT * PRIOR[2])
+    assert seen.rates(3) == pytest.approx(WEIGHT * PRIOR[2] / (WEIGHT + 1)), "three tokens matched"
     assert before.tokens.tolist() == [5, 6]
 
 

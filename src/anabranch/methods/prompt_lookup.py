@@ -23,16 +23,14 @@ from itertools import islice
 
 from anabranch.drafting.acceptance import joint_log_probs
 from anabranch.drafting.drafter import Drafter, Method, Row, Traits
+from anabranch.drafting.matches import LONGEST, MatchRates
 from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
 from anabranch.tree import DraftTree
 
 __all__ = ["METHOD", "LookupSettings", "PromptLookupDrafter"]
 
-# The prior of a(n), measured on prompts of many kinds, for matches of 1, 2, ... tokens (the last: that many or more),
-# and its weight in matches.
-PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
-WEIGHT = 4.0
+WEIGHT = 4.0  # of the prior of a(n), in matches
 
 
 class Index:
@@ -43,8 +41,7 @@ class Index:
         self.read = 1
         self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(ngram + 1)]
         self.before: list[list[int | None]] = [[None] for _ in range(ngram + 1)]
-        self.right = [WEIGHT * share for share in PRIOR]
-        self.all = [WEIGHT] * len(PRIOR)
+        self.rates = MatchRates(WEIGHT)
 
     def match(self, text: Sequence[int], at: int) -> tuple[int, int] | None:
         """End and length (capped) of the longest match of the tokens before ``at``."""
@@ -63,19 +60,18 @@ class Index:
 
     def _length(self, text: Sequence[int], at: int, end: int, known: int) -> int:
         """Number of equal tokens before ``end`` and ``at`` (capped); at least ``known``."""
-        most = min(len(PRIOR), end)
+        most = min(LONGEST, end)
         if known == self.ngram:
             while known < most and text[end - known - 1] == text[at - known - 1]:
                 known += 1
-        return min(known, len(PRIOR))
+        return min(known, LONGEST)
 
     def extend(self, text: Sequence[int], prompt_length: int) -> None:
         """Index the new tokens of ``text``, which only grows."""
         for at in range(self.read, len(text)):
             if at >= prompt_length and (found := self.match(text, at)) is not None:
                 end, length = found
-                self.right[length - 1] += text[end] == text[at]
-                self.all[length - 1] += 1
+                self.rates.saw(length, right=text[end] == text[at])
             for n in range(1, self.ngram + 1):
                 ngram = tuple(text[at - n : at]) if n <= at else None
                 self.before[n].append(None if ngram is None else self.last[n].get(ngram))
@@ -85,8 +81,7 @@ class Index:
 
     def shares(self, length: int, tokens: int) -> list[float]:
         """a(length), a(length + 1), ...: the belief in each of ``tokens`` behind a match, the ones before it given."""
-        places = [min(length - 1 + i, len(PRIOR) - 1) for i in range(tokens)]
-        return [self.right[place] / self.all[place] for place in places]
+        return [self.rates(length + i) for i in range(tokens)]
 
 
 class PromptLookupDrafter(Drafter):

@@ -28,6 +28,7 @@ import numpy as np
 
 from anabranch.drafting.drafter import Drafter, Method, Row, Traits
 from anabranch.drafting.grow import Child, Form, Growth, Node, grow
+from anabranch.drafting.matches import LONGEST, MatchRates
 from anabranch.drafting.settings import Settings
 from anabranch.errors import InputError
 from anabranch.tree import DraftTree
@@ -36,10 +37,7 @@ __all__ = ["METHOD", "Occurrences", "Place", "SuffixDrafter", "SuffixSettings", 
 
 OWN, SHARED = "suffix", "suffix shared"  # sources of nodes: this row's text, other rows' outputs
 
-# shares of matches of 1, 2, ... tokens (the last: that many or more) whose continuation was right, before a row has
-# shown its own, and how many matches that is worth
-PRIOR = (0.2, 0.45, 0.6, 0.7, 0.75, 0.8, 0.8, 0.9)
-WEIGHT = 8.0
+WEIGHT = 8.0  # of the prior of a(n), in matches
 UNSEEN = 1.0  # the weight of tokens that no place proposes
 ORDERS = (8, 4, 2, 1)  # lengths of the n-grams that are indexed
 CONTEXT = 16  # tokens that a match is compared over
@@ -160,10 +158,10 @@ def _agreement(tokens: Sequence[int], end: int, context: Sequence[int]) -> int:
 class _Seen:
     """State of a row.
 
-    own          its text; ``key`` in there, and ``shared`` the key of its output in the shared texts
-    taken        its tokens that were taken in
-    bet          of its last draft: where it stood, the length of its longest match, the most probable token
-    right, all   matches by length whose most probable token was right, and all of them
+    own     its text; ``key`` in there, and ``shared`` the key of its output in the shared texts
+    taken   its tokens that were taken in
+    bet     of its last draft: where it stood, the length of its longest match, the most probable token
+    rates   the shares of matches whose most probable token was right
     """
 
     own: Occurrences
@@ -171,20 +169,18 @@ class _Seen:
     shared: int | None
     taken: int = 0
     bet: tuple[int, int, int] | None = None
-    right: list[float] = field(default_factory=lambda: [WEIGHT * share for share in PRIOR])
-    all: list[float] = field(default_factory=lambda: [WEIGHT] * len(PRIOR))
+    rates: MatchRates = field(default_factory=lambda: MatchRates(WEIGHT))
 
     def settle(self, text: Sequence[int]) -> None:
         """Count whether the last draft's most probable token came."""
         if self.bet is not None and self.bet[0] < len(text):
             at, length, token = self.bet
-            self.right[length - 1] += text[at] == token
-            self.all[length - 1] += 1
+            self.rates.saw(length, right=text[at] == token)
         self.bet = None
 
     def odds(self) -> list[float]:
         """The weight of a place by the length of its match, from 0 (none) on."""
-        shares = [right / total for right, total in zip(self.right, self.all, strict=True)]
+        shares = map(self.rates, range(1, LONGEST + 1))
         return [0.0, *(share / (1.0 - share) for share in shares)]
 
 
@@ -258,7 +254,7 @@ class SuffixDrafter(Drafter):
         votes = [_Vote(place, place.length, OWN if n < mine else SHARED) for n, place in enumerate(found)]
         tree = tree_of(row.root, votes, seen.odds(), count, depth, self.threshold)
         if tree.size > 1:
-            longest = min(len(PRIOR), max(place.length for place in found))
+            longest = max(place.length for place in found)
             seen.bet = (len(row.tokens), longest, int(tree.tokens[1]))
         return tree
 

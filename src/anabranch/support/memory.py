@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import FileError, OutOfMemoryError
+from anabranch.support.cgroups import control_groups, lines_of
 
 try:
     import resource
@@ -27,6 +28,12 @@ SMALLEST, LARGEST = 1 << 20, 1 << 28  # bytes of a file that tensors share; each
 ALIGNED = 64
 CPU = torch.device("cpu")
 PAGE = 2**21  # bytes of a large page
+
+# files of a control group, by version: limits, usage, and the part of the usage that is dropped when memory runs short
+LIMITS = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
 
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
@@ -122,7 +129,8 @@ def _of_groups(root: Path) -> Iterator[int]:
 
     Inactive pages of files are dropped when memory runs short, so they count as free.
     """
-    for folder, limits, usage, inactive in _groups(root):
+    for version, folder in control_groups("memory", root):
+        limits, usage, inactive = LIMITS[version]
         used, stat = _number(folder / usage), _counts(folder / "memory.stat")
         for limit in limits:
             most = _number(folder / limit)
@@ -130,48 +138,15 @@ def _of_groups(root: Path) -> Iterator[int]:
                 yield most - used + stat.get(inactive, 0)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...], str, str]]:
-    """The folders of the process's control groups, with the names of the files there."""
-    paths = {}
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            paths["cgroup2" if number == "0" else "cgroup"] = path
-    for line in _lines(root / "proc/self/mountinfo"):
-        here, _, mounted = line.partition(" - ")
-        top, place = (field.replace("\\040", " ") for field in here.split()[3:5])
-        kind, *_, options = mounted.split()
-        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
-            continue
-        mount = root / place.lstrip("/")
-        # in a container a path may be that of the host, of which only the part below ``top`` is mounted
-        inside = Path(paths[kind]).relative_to(top) if Path(paths[kind]).is_relative_to(top) else Path(paths[kind][1:])
-        folder = mount / inside
-        for each in (folder, *folder.parents):
-            if kind == "cgroup2":
-                yield each, ("memory.max", "memory.high"), "memory.current", "inactive_file"
-            else:
-                yield each, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
-            if each == mount:
-                break
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def _counts(path: Path) -> dict[str, int]:
     """The numbers of a file by name, from its lines that are a name and a number."""
-    fields = (line.split() for line in _lines(path))
+    fields = (line.split() for line in lines_of(path))
     return {line[0]: int(line[1]) for line in fields if len(line) > 1 and line[1].isdecimal()}
 
 
 def _number(path: Path) -> int | None:
     """The number in a file; None if there is none, or "max"."""
-    lines = _lines(path)
+    lines = lines_of(path)
     return int(lines[0]) if lines and lines[0].strip().isdecimal() else None
 
 

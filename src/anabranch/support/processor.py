@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from anabranch.errors import InputError
+from anabranch.support.cgroups import control_groups, lines_of
 
 __all__ = [
     "cgroup_quota",
@@ -75,42 +76,19 @@ def cgroup_quota(root: Path = Path("/")) -> float | None:
 
     ``root`` is the folder of ``proc`` and ``sys``.
     """
-    quotas = [quota for folder in _cgroup_folders(root) if (quota := _quota(folder)) is not None]
+    quotas = [
+        quota for version, folder in control_groups("cpu", root) if (quota := _quota(version, folder)) is not None
+    ]
     return min(quotas, default=None)
 
 
-def _quota(folder: Path) -> float | None:
-    """The quota of one cgroup; None if it has none ("max" in version 2, -1 in version 1) or cannot be read."""
-    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            limit, period = " ".join((folder / name).read_text(encoding="ascii") for name in files).split()
-        except (OSError, ValueError):
-            continue
-        if limit.isdigit() and period.isdigit() and int(limit) > 0 and int(period) > 0:
-            return int(limit) / int(period)
+def _quota(version: int, folder: Path) -> float | None:
+    """The quota of one control group; None if it has none ("max" in version 2, -1 in version 1)."""
+    files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = " ".join(line for name in files for line in lines_of(folder / name)).split()
+    if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
+        return int(words[0]) / int(words[1])
     return None
-
-
-def _cgroup_folders(root: Path) -> list[Path]:
-    """Possible folders of this process's cgroups and their ancestors; some may not exist."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return []
-    mounted, folders = root / "sys/fs/cgroup", []
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            tops = [mounted, mounted / "unified"]  # version 2, without or with version 1
-        elif "cpu" in controllers.split(","):
-            tops = [mounted / "cpu", mounted / controllers]
-        else:
-            continue
-        # in a container, its own cgroup may be mounted at the top, regardless of its path on the host
-        parts = [part for part in Path(path).parts if part not in ("/", "..")]
-        folders += [top.joinpath(*parts[:depth]) for top in tops for depth in range(len(parts), -1, -1)]
-    return folders
 
 
 def set_threads(threads: int | None) -> int:
