@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from anabranch.api import Model
 from anabranch.cli import generate_batch
+from anabranch.errors import FileError
+from anabranch.support.appended import append
 from verbs import Anabranch
 
 LINES: list[Any] = [
@@ -66,13 +70,13 @@ def test_it_continues_after_an_interruption(
     out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     command = ("generate", *where, "--prompts", asked, "-n", 6)
     anabranch(*command, "--out", whole)
-    append, left = generate_batch._Output.append, [3]
+    whole_append, left = generate_batch._Output.append, [3]
 
-    def stop(self: Any, record: Any, progress: str) -> None:
+    def stop(self: Any, record: Any) -> None:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        append(self, record, progress)
+        whole_append(self, record)
 
     with monkeypatch.context() as context:
         context.setattr(generate_batch._Output, "append", stop)
@@ -99,12 +103,29 @@ def test_standard_input_and_output(anabranch: Anabranch, where: list[object]) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    from anabranch.errors import FileError
-
-    output = generate_batch._Output(str(tmp_path / "out"), force=False)
+def test_a_full_disk_is_one_sentence() -> None:
     with pytest.raises(FileError, match=r"cannot be written .*No space left on device.*the same command continues"):
-        output._write(Path("/dev/full"), b"line\n", "0 of 1 prompts")
+        append(Path("/dev/full"), {"id": 1})
+
+
+def test_a_line_that_is_cut_off_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
+    """In another process, whose files may have 24 bytes: one whole line."""
+    code = f"""if True:
+        import resource, signal
+        from pathlib import Path
+        from anabranch.errors import FileError
+        from anabranch.support.appended import append
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (24, 24))
+        append(Path({str(tmp_path / "out")!r}), {{"id": 1, "text": "a"}})
+        try:
+            append(Path({str(tmp_path / "out")!r}), {{"id": 2, "text": "b"}})
+        except FileError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "its lines so far are kept" in done.stdout
+    assert rows(tmp_path / "out") == [{"id": 1, "text": "a"}]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from anabranch.decoding.engine import Request
 from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Example
 from anabranch.sampling import SamplingParams
+from anabranch.support.appended import settings_path
 from anabranch.support.jsonfiles import has_rows
 from anabranch.train.answers import AnswerProgress, EncodedPrompt, check_out, read_prompts, write_answers
-from anabranch.train.appended import settings_path
 from anabranch.train.data import batches, digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.documents import read_documents
 from small import VOCABULARY, Words, as_target, decode, prompt, small

@@ -8,13 +8,12 @@ line whole or not at all, so that the same command continues after an interrupti
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ import typer
 from anabranch.cli import options, show
 from anabranch.declared import CALL, Keywords
 from anabranch.errors import AnabranchError, FileError, InputError
+from anabranch.support.appended import append, records, repair
 from anabranch.support.files import check_writable
 from anabranch.support.interrupt import INTERRUPTED
 from anabranch.support.jsonfiles import parse_object, read_lines, shown
@@ -79,9 +79,9 @@ def run(
         return loaded.stream(_ids(loaded, line, raw=raw, system=system), **own)
 
     try:
-        for place, record in enumerate(_answers(loaded, waiting, stream), len(done) + 1):
+        for record in _answers(loaded, waiting, stream):
             failed += "error" in record
-            output.append(record, f"{place - 1:,} of {len(lines):,} prompts")
+            output.append(record)
     except KeyboardInterrupt:
         again = "; the same command continues" if output.path is not None else ""
         show.note(f"stopped after {len(done) + output.written:,} of {len(lines):,} prompts{again}")
@@ -199,45 +199,26 @@ class _Output:
         """The ids with an answer; a line that was cut off is removed. Raises FileError for another file."""
         if self.path is None or not self.path.exists():
             return set()
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
         ids: set[str | int] = set()
-        for number, line in enumerate(whole.splitlines(), 1):
-            row = parse_object(line, f"line {number} of {self.path}", "give another --out, or --force to replace it")
-            if row.get("id") not in wanted:
+
+        def check(row: Any) -> None:
+            if row["id"] not in wanted:
                 raise FileError(
-                    f"{self.path} has other answers: no prompt has the id {shown(row.get('id'))} of its line {number}; "
-                    "give another --out, or --force to replace it"
+                    f"{self.path} has other answers: no prompt has the id {shown(row['id'])} of its line "
+                    f"{len(ids) + 1}; give another --out, or --force to replace it"
                 )
             ids.add(row["id"])
-        if len(whole) < len(data):
-            os.truncate(self.path, len(whole))
+
+        for _ in records(self.path, check, "an answer"):
+            pass
+        repair(self.path)
         return ids
 
-    def append(self, record: Mapping[str, Any], progress: str) -> None:
+    def append(self, record: Mapping[str, Any]) -> None:
         """Write a line whole. Raises FileError if there is no room for it."""
-        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         if self.path is None:
-            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             sys.stdout.flush()
         else:
-            self._write(self.path, line, progress)
+            append(self.path, record)
         self.written += 1
-
-    def _write(self, path: Path, line: bytes, progress: str) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "ab", buffering=0) as file:
-                size = file.tell()
-                try:
-                    if file.write(line) != len(line):
-                        raise OSError(28, "No space left on device")
-                except OSError:
-                    with suppress(OSError):  # what is no file on a disk
-                        file.truncate(size)
-                    raise
-        except OSError as error:
-            raise FileError(
-                f"an answer cannot be written to {path} ({error.strerror}); {progress} are kept, and the same command "
-                "continues once there is room"
-            ) from error

@@ -26,9 +26,9 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[in
         kind, *_, options = mounted.split()
         if kind not in paths or (kind == "cgroup" and controller not in options.split(",")):
             continue
-        mount, path = root / place.lstrip("/"), Path(paths[kind])
+        mount, own = root / place.lstrip("/"), Path(paths[kind])
         # in a container a path may be that of the host, of which only the part below ``top`` is mounted
-        inside = path.relative_to(top) if path.is_relative_to(top) else Path(*(p for p in path.parts[1:] if p != ".."))
+        inside = own.relative_to(top) if own.is_relative_to(top) else Path(*(p for p in own.parts[1:] if p != ".."))
         folder = mount / inside
         for each in (folder, *folder.parents):
             yield 2 if kind == "cgroup2" else 1, each

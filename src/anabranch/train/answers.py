@@ -27,9 +27,9 @@ from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
+from anabranch.support.appended import agree, append, begin, records
 from anabranch.support.files import check_writable
 from anabranch.support.jsonfiles import is_whole, read_rows
-from anabranch.train.appended import agree, append, begin, records
 from anabranch.train.data import lone_surrogate
 
 __all__ = [
@@ -205,26 +205,25 @@ def write_answers(
     scheduler, drafter = Scheduler(target.decoder, rows=rows), NoDrafter()
     stop = frozenset(target.config.eos_token_ids)
     growing: dict[Ticket, tuple[EncodedPrompt, list[int]]] = {}
-    with out.open("a", encoding="utf-8") as file:
-        while work or growing:
-            while work and len(growing) < 2 * rows:
-                prompt = work.popleft()
-                own = replace(sampling, seed=seed_of(sampling.seed, prompt.id))
-                ticket = scheduler.submit(Request(prompt.ids, max_new_tokens, own, stop), drafter)
-                growing[ticket] = (prompt, [])
-            for ticket, step in scheduler.tick():
-                prompt, answer = growing[ticket]
-                answer.extend(step.tokens)
-                clock.tokens += len(step.tokens)
-                if step.finish is not None:
-                    del growing[ticket]
-                    append(file, _record(prompt, answer))
-                    clock.answers += 1
-                    if report is not None:
-                        report(clock.progress())
-            for error in (ticket.error for ticket in growing):
-                if error is not None:
-                    raise error
+    while work or growing:
+        while work and len(growing) < 2 * rows:
+            prompt = work.popleft()
+            own = replace(sampling, seed=seed_of(sampling.seed, prompt.id))
+            ticket = scheduler.submit(Request(prompt.ids, max_new_tokens, own, stop), drafter)
+            growing[ticket] = (prompt, [])
+        for ticket, step in scheduler.tick():
+            prompt, answer = growing[ticket]
+            answer.extend(step.tokens)
+            clock.tokens += len(step.tokens)
+            if step.finish is not None:
+                del growing[ticket]
+                append(out, _record(prompt, answer))
+                clock.answers += 1
+                if report is not None:
+                    report(clock.progress())
+        for error in (ticket.error for ticket in growing):
+            if error is not None:
+                raise error
     return clock.progress()
 
 

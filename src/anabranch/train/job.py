@@ -20,9 +20,9 @@ from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
 from anabranch.methods import Method, methods
 from anabranch.model.load import Target
+from anabranch.support.appended import settings_path
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_json
-from anabranch.train.appended import settings_path
 from anabranch.train.data import check_first, frequent_tokens, read_examples, read_texts
 from anabranch.train.fit import RunOptions, Subject, fit, stored_target
 from anabranch.train.start import adopted, begin, start_folder

@@ -18,10 +18,10 @@ from typing import Any
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams
+from anabranch.support.appended import agree
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_rows
 from anabranch.train.answers import answer_settings, check_out, read_prompts, write_answers
-from anabranch.train.appended import agree
 from anabranch.train.self_prompts import PromptProgress, check_prompts, write_prompts
 
 __all__ = ["DataProgress", "SelfData", "check_self_data", "write_self_data"]

@@ -24,11 +24,11 @@ from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
 from anabranch.model.text import foreign_errors
 from anabranch.sampling import SamplingParams
+from anabranch.support.appended import agree, append, begin, records
 from anabranch.support.files import check_writable
 from anabranch.support.jsonfiles import is_whole
 from anabranch.support.memory import keep_memory
 from anabranch.train.answers import seed_of
-from anabranch.train.appended import agree, append, begin, records
 from anabranch.train.open_turn import OpenTurn, open_turn, special_ids
 from anabranch.train.sieve import REASONS, Sieve
 
@@ -108,12 +108,11 @@ def write_prompts(
     for record in records(out, _check, WHAT):
         written.resume(record)
     begin(out, settings, "prompts")
-    with out.open("a", encoding="utf-8") as file:
-        for number, ids in _sampled(target, turn, written, rows=rows, seed=seed):
-            append(file, written.judge(number, ids))
-            if report is not None:
-                report(written.progress())
-            written.check()
+    for number, ids in _sampled(target, turn, written, rows=rows, seed=seed):
+        append(out, written.judge(number, ids))
+        if report is not None:
+            report(written.progress())
+        written.check()
     return written.progress()
 
 

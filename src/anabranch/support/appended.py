@@ -1,23 +1,25 @@
 """JSONL files that a run appends to, one line per finished item, and that a later run resumes.
 
-Beside the file is a small one that says which target wrote it and how; a run with other settings is refused. A killed
-run may leave an incomplete last line, which the next one removes.
+Beside a file of training data is a small one that says which target wrote it and how; a run with other settings is
+refused. A killed run may leave an incomplete last line, which the next one removes.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from anabranch.errors import FileError
 from anabranch.support.files import write_atomically
 from anabranch.support.interrupt import shielded
 from anabranch.support.jsonfiles import parse_json, read_json
 
-__all__ = ["agree", "append", "begin", "records", "settings_path"]
+__all__ = ["agree", "append", "begin", "records", "repair", "settings_path"]
 
 # the beginning of every line
 _BEGINNING = b'{"id": '
@@ -74,7 +76,12 @@ def begin(out: Path, settings: dict[str, Any], what: str) -> None:
             write_atomically(settings_path(out), json.dumps(settings, indent=2) + "\n")
         except OSError as error:
             raise FileError(f"{what} cannot be written to {out} ({error.strerror}); choose another --out") from error
-        return
+    else:
+        repair(out)
+
+
+def repair(out: Path) -> None:
+    """Remove an incomplete last line of a file, which has been checked."""
     whole, torn = _torn(out.read_bytes())
     if torn:
         os.truncate(out, len(whole))
@@ -83,12 +90,29 @@ def begin(out: Path, settings: dict[str, Any], what: str) -> None:
             file.write(b"\n")
 
 
-def append(file: IO[str], record: dict[str, Any]) -> None:
-    """Write one line, which starts with the id; a signal waits until it is complete."""
+def append(out: Path, record: Mapping[str, Any]) -> None:
+    """Write one line, which starts with the id, whole or not at all; a signal waits until it is complete.
+
+    Raises FileError if there is no room for it.
+    """
     assert next(iter(record)) == "id"
-    with shielded():
-        file.write(json.dumps(record) + "\n")
-        file.flush()
+    line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with shielded(), out.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with suppress(OSError):  # what is no file on a disk
+                    file.truncate(size)
+                raise
+    except OSError as error:
+        raise FileError(
+            f"{out} cannot be written to ({error.strerror}); its lines so far are kept, and the same command continues "
+            "once there is room"
+        ) from error
 
 
 def _is_new(out: Path) -> bool:
