@@ -245,7 +245,7 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
             linear = getattr(module, name)
             if kernels is not None:
                 packed: nn.Module = NativeLinear(
-                    _stored(linear), linear.bias, gated=name == "up", compact=kernels.expands
+                    _stored(linear), linear.bias, gated=name == "up" and block.mlp.gated, compact=kernels.expands
                 )
             elif narrow:
                 packed = PackedQuantized(linear, dtype) if PackedQuantized.fits(linear, dtype) else linear
