@@ -70,7 +70,7 @@ class Pruner:
     def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
         if self.then is not None and self.then[0] == index:
             x_BRD = self._prune(index, torch.tensor(self.then[1]), x_BRD, run)
-        return block(x_BRD, run.cos, run.sin, lambda q, k, v: run.attend(index, q, k, v))
+        return block(x_BRD, run.cos, run.sin, lambda *parts: run.attend(index, *parts))
 
     def leave(self, x_BRD: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
         return x_BRD, x_BRD.flatten(0, 1)[:, None]

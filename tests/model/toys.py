@@ -63,6 +63,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPED, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     ),
     "qwen3": ("qwen3", {**_GROUPED, "head_dim": 32}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **_GROUPED,
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_GROUPED, "head_dim": 16, "sliding_window": 5, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
     "phi": ("phi", {**_GROUPED, "hidden_act": "gelu_new"}),
     "phi3": ("phi3", _GROUPED),
     "opt": ("opt", _OPT),

@@ -18,7 +18,7 @@ from anabranch.methods import Method, methods
 from anabranch.methods.streams.attention import stream_attention
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.row_attention import row_attention, row_mask
-from anabranch.model.blocks import MLP
+from anabranch.model.mlp import MLP
 from anabranch.sampling import SamplingParams, argmax, gumbels, process_logits, target_tokens
 from anabranch.train import fit
 from anabranch.train.arithmetic import chosen_dtype

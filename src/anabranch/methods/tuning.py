@@ -316,6 +316,8 @@ def check_weights(target: Decoder) -> None:
     """Raise CapabilityError for a target whose weights are quantised, other than for the time of a training."""
     block = target.blocks[0]
     assert isinstance(block, Block)
+    if target.config != target.config.dense():
+        raise CapabilityError(f"{target.config.family} models cannot be tuned; use a model without experts")
     if not isinstance(block.qkv, nn.Linear | Nf4Linear | Int8Linear):
         raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none'")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -95,7 +96,7 @@ class TorchBackend:
         x = x_BND
         for index in range(low, high):
             side = None if run.sides is None else run.sides[index]
-            x = network.blocks[index](x, run.cos, run.sin, lambda q, k, v, i=index: run.attend(i, q, k, v), side)
+            x = network.blocks[index](x, run.cos, run.sin, partial(run.attend, index), side)
         return x
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
@@ -146,6 +147,8 @@ class GraphBackend(TorchBackend):
         inputs, cache, slots, taps, rider, need, sides = request
         if slots.start or inputs.prefill_B or sides is not None or (rider is not None and not rider.fixed):
             return super().run(network, request)  # a pass that does not start at the first row reads a prompt
+        if network.config.experts is not None:
+            return super().run(network, request)  # the host reads which experts are chosen
         rows, nodes = len(inputs.counts_B), inputs.width
         width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
         if width is None or longest + width > cache.capacity:

@@ -1,4 +1,4 @@
-"""The layers of a target in PyTorch: norms, the MLP, attention, and the block that wires them as the config says.
+"""The layers of a target in PyTorch: norms, attention, and the block that wires them as the config says.
 
 B rows of the batch, N tree nodes, R rows of one pass (N main rows, then those of a rider), D model width,
 H query heads, K kv heads, G = H / K, E head width, L cache length.
@@ -7,16 +7,18 @@ H query heads, K kv heads, G = H / K, E head width, L cache length.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.model.config import ModelConfig
+from anabranch.model.experts import Experts
+from anabranch.model.mlp import MLP
 from anabranch.model.rope import rotate
 
-__all__ = ["MLP", "Attend", "Block", "Norm", "RowSide", "attention"]
+__all__ = ["Attend", "Block", "Norm", "RowSide", "attention"]
 
 
 class Norm(nn.Module):
@@ -50,69 +52,6 @@ class Norm(nn.Module):
         return self.weight * y
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-class MLP(nn.Module):
-    """The feed-forward part; a gated MLP keeps gate and up in one matrix."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        self.gated = config.gated_mlp
-        self.up = nn.Linear(config.hidden_size, inner * (2 if self.gated else 1), bias=config.mlp_bias)
-        self.down = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
-        self.activation = _ACTIVATIONS[config.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, R, D] -> [B, R, D]."""
-        return self.through(x, self.up, self.down)
-
-    def through(self, x: Tensor, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-        """The feed-forward part with other products in place of ``up`` and ``down``."""
-        y = up(x)
-        if not self.gated:
-            return down(self.activation(y))
-        if y.requires_grad and self.activation is F.silu:  # in training
-            return down(_SiluGate.apply(y))  # type: ignore[no-untyped-call]
-        gate, y = y.chunk(2, dim=-1)
-        return down(self.activation(gate) * y)
-
-
-class _SiluGate(torch.autograd.Function):
-    """[gate, up] -> silu(gate) * up, with half of autograd's memory: silu(gate) is recomputed for the gradient.
-
-    The two halves of the gradient are written in place instead of being concatenated, a few rows at a time.
-    """
-
-    ROWS = 512
-
-    @staticmethod
-    def forward(ctx: Any, both: Tensor) -> Tensor:
-        """[..., 2 D] -> [..., D]."""
-        ctx.save_for_backward(both)
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradient of both halves."""
-        (both,) = ctx.saved_tensors
-        inner = both.shape[-1] // 2
-        change = torch.empty_like(both)
-        rows = (x.flatten(0, -2).split(_SiluGate.ROWS) for x in (both, change, upstream[0]))
-        for part, to, slope in zip(*rows, strict=True):
-            gate, up = part[:, :inner], part[:, inner:]
-            torch.ops.aten.silu_backward.grad_input(slope * up, gate, grad_input=to[:, :inner])
-            torch.mul(slope, F.silu(gate), out=to[:, inner:])
-        return change
-
-
 class RowSide(Protocol):
     """A rider's own linear layers in a block, for the rows that it added after the main rows."""
 
@@ -126,8 +65,8 @@ class RowSide(Protocol):
         """The feed-forward part of all rows."""
 
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [B, R, H, E], k and v [B, R, K, E] -> [B, R, H E]."""
+Attend: TypeAlias = Callable[..., Tensor]
+"""q [B, R, H, E], k and v [B, R, K, E], and sinks [H] if the layer has them -> [B, R, H E]."""
 
 
 class Block(nn.Module):
@@ -135,12 +74,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config, self.rotation, self.slides = config, config.rotations(layer), config.is_sliding(layer)
+        self.config, self.rotation = config, config.rotations(layer)
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.norm_in: nn.Module = Norm(config) if config.pre_norms else nn.Identity()
         self.qkv: nn.Module = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)
         self.out: nn.Module = nn.Linear(q, config.hidden_size, bias=config.out_bias)
-        self.mlp = MLP(config)
+        experts = config.experts_of(layer)
+        self.mlp = MLP(config) if experts is None else Experts(config, experts)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         q_width, k_width = (q, kv) if config.qk_norm == "all" else (config.head_dim, config.head_dim)
         self.q_norm = None if config.qk_norm == "none" else Norm(config, q_width)
         self.k_norm = None if config.qk_norm == "none" else Norm(config, k_width)
@@ -150,7 +91,8 @@ class Block(nn.Module):
 
     def linears(self) -> tuple[tuple[nn.Module, str], ...]:
         """The linear layers as (parent module, attribute name), for replacing them."""
-        return (self, "qkv"), (self, "out"), (self.mlp, "up"), (self.mlp, "down")
+        parts = self.mlp.experts if isinstance(self.mlp, Experts) else (self.mlp,)
+        return (self, "qkv"), (self, "out"), *((part, name) for part in parts for name in ("up", "down"))
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused projections [B, R, (H+2K)E] -> q [B, R, H, E], k and v [B, R, K, E], q and k rotated."""
@@ -178,7 +120,8 @@ class Block(nn.Module):
         """x [B, R, D] -> [B, R, D]; ``attend`` does the attention, with the cache and the mask."""
         h = self.norm_in(x)
         qkv = self.qkv(h) if side is None else side.qkv(h, self.qkv)
-        a = attend(*self.split(qkv, cos, sin))
+        parts = self.split(qkv, cos, sin)
+        a = attend(*parts) if self.sinks is None else attend(*parts, self.sinks)
         o = self.out(a) if side is None else side.out(a, self.out)
         if self.norm_after_attention is not None:
             o = self.norm_after_attention(o)
@@ -189,7 +132,7 @@ class Block(nn.Module):
             h = x if self.norm_mlp is None else self.norm_mlp(x)
         elif self.norm_mlp is not None:
             h = self.norm_mlp(x)
-        m = self.mlp(h) if side is None else side.mlp(h, self.mlp)
+        m = self.mlp(h) if side is None or isinstance(self.mlp, Experts) else side.mlp(h, self.mlp)
         if self.norm_after_mlp is not None:
             m = self.norm_after_mlp(m)
         if scale != 1.0:
@@ -204,16 +147,30 @@ def _columns(cos: Tensor, sin: Tensor, start: int, width: int) -> tuple[Tensor, 
     return cos[..., start : start + width], sin[..., start : start + width]
 
 
-def attention(config: ModelConfig, q_BNHE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, bias: Tensor | None) -> Tensor:
+def attention(
+    config: ModelConfig,
+    q_BNHE: Tensor,
+    k_BKLE: Tensor,
+    v_BKLE: Tensor,
+    bias: Tensor | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Grouped-query attention without repeated keys: the G query heads of a kv head are stacked as rows.
 
-    ``bias`` [B, 1, G N, L] is added to the scores; None: no mask. Returns [B, N, H E].
+    ``bias`` [B, 1, G N, L] is added to the scores; None: no mask. Each of ``sinks_H`` takes part in the softmax of a
+    query head like the score of a position whose value is zero. Returns [B, N, H E].
     """
     b, n, h, e = q_BNHE.shape
     kv = k_BKLE.shape[1]
     scale = config.attention_scale if config.attention_scale is not None else e**-0.5
     q = q_BNHE.view(b, n, kv, h // kv, e).permute(0, 2, 3, 1, 4).reshape(b, kv, (h // kv) * n, e)
-    if config.attention_softcap is None:
+    if sinks_H is not None:
+        scores = (q @ k_BKLE.transpose(-1, -2)).float() * scale
+        if bias is not None:
+            scores = scores + bias
+        sinks = sinks_H.float().view(1, kv, h // kv, 1).expand(b, -1, -1, n).reshape(b, kv, -1, 1)
+        o = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(q.dtype) @ v_BKLE
+    elif config.attention_softcap is None:
         o = F.scaled_dot_product_attention(q, k_BKLE, v_BKLE, attn_mask=bias, scale=scale)
     else:
         cap = config.attention_softcap

@@ -58,13 +58,17 @@ _NUMBERS: dict[str, _Range] = {
     ),
     **dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval"), _Range(1, 1 << 12)),
     "num_local_experts": _Range(0, 1 << 16),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), _Range(1, 1 << 16)),
+    "moe_intermediate_size": _Range(1, 1 << 24),
+    "decoder_sparse_step": _Range(1, 1 << 12),
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), _Range(1e-6, 1e6, whole=False)),
     "query_pre_attn_scalar": _Range(1e-6, 1e6, whole=False),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _Range(1e-3, 1e6, whole=False)),
     "bos_token_id": _Range(-1, 1 << 31),
 }
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "enable_bias", "use_sliding_window", "use_parallel_residual",
-    "scale_attn_weights",
+    "scale_attn_weights", "norm_topk_prob",
 )  # fmt: skip
 _NAMES = ("hidden_act", "hidden_activation", "activation_function", "position_embedding_type")
 # Parameters of the rotary variants; those of the second group may be null.
@@ -100,7 +104,7 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(_FLAGS, bool),
     **dict.fromkeys(_NAMES, str),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
-    **dict.fromkeys(("layer_types", "layers_block_type", "no_rope_layers"), list),
+    **dict.fromkeys(("layer_types", "layers_block_type", "no_rope_layers", "mlp_only_layers"), list),
 }
 _TYPE_NAMES = {bool: "true or false", str: "a name", dict: "an object", list: "a list"}
 
@@ -178,3 +182,6 @@ def check_config(config: ModelConfig) -> None:
             f"the number of rotated channels must be even and at most {config.head_dim}, the width of a head, "
             f"got {turned}; correct head_dim or partial_rotary_factor in the config, or fetch the model again"
         )
+    experts = config.experts
+    if experts is not None and experts.chosen > experts.count:
+        raise ModelError(f"num_experts_per_tok is {experts.chosen}, but there are {experts.count} experts; {ADVICE}")

@@ -9,10 +9,10 @@ config.json, or the adapter_config.json of the LoRA that makes one, names the ad
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["NEEDS", "ModelConfig", "RopeConfig", "Rotation", "needed"]
+__all__ = ["NEEDS", "ExpertsConfig", "ModelConfig", "RopeConfig", "Rotation", "needed"]
 
 NEEDS = "anabranch_needs"
 
@@ -50,6 +50,28 @@ class Rotation(NamedTuple):
     queries: int
     keys: int
     width: int
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP (``experts.py``).
+
+    count       experts of a layer
+    chosen      experts that a row passes through
+    width       channels inside an expert
+    layers      layers with experts; None: all of them
+    normalized  the weights of a row's experts add up to 1; otherwise those of all experts do
+    bias        router and experts have biases
+    clamp       alpha and limit of the clamped activation of gpt-oss; None: that of the model
+    """
+
+    count: int
+    chosen: int
+    width: int
+    layers: tuple[bool, ...] | None = None
+    normalized: bool = True
+    bias: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +121,9 @@ class ModelConfig:
     attention_softcap: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] | None = None
+    # a learned score per head that takes part in the softmax (gpt-oss)
+    attention_sinks: bool = False
+    experts: ExpertsConfig | None = None
     # scales of the embedding, of what a block adds to the rows, and of the rows after the last norm
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -126,3 +151,13 @@ class ModelConfig:
             return Rotation(start, start, width)
         tables = self.rope.dim + (0 if self.sliding_rope is None else self.sliding_rope.dim)
         return Rotation(tables + start, start, width)
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of a layer; None: it has an MLP."""
+        if self.experts is None or (self.experts.layers is not None and not self.experts.layers[layer]):
+            return None
+        return self.experts
+
+    def dense(self) -> ModelConfig:
+        """The config of a layer of a drafter's own: like the target's, but with an MLP and plain attention."""
+        return replace(self, experts=None, attention_sinks=False)

@@ -7,13 +7,14 @@ Hugging Face modules that it is assembled from. A new family needs only an entry
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from anabranch.errors import ModelError
 from anabranch.model.check import check_config, check_fields, check_rope_fields, check_share, layer_kinds, token_ids
-from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.config import ExpertsConfig, ModelConfig, RopeConfig
 from anabranch.model.fields import FIELDS, family_of, read_fields, text_part
 from anabranch.model.rope import ROPE_VARIANTS, check_rope, context_length
 from anabranch.support.jsonfiles import is_whole, shown
@@ -25,6 +26,7 @@ Fields = dict[str, Any]  # honoured fields of config.json with their defaults, o
 # How a matrix is stored: as ours, transposed (GPT-2's Conv1D), or q, k, v of head 0, then of head 1, ... (NeoX)
 Layout = Literal["rows", "transposed", "by_head"]
 _BIAS = ("qkv_bias", "out_bias")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Family:
-    """An entry of the table. ``block`` maps our modules of a layer to theirs; other fields name the modules outside."""
+    """An entry of the table. ``block`` maps our modules of a layer to theirs; other fields name the modules outside.
+
+    In the names of an expert's modules, ``{}`` stands for its number.
+    """
 
     describe: Callable[[Fields], ModelConfig]
     block: Mapping[str, tuple[str, ...]]
@@ -83,6 +88,9 @@ def weight_source(config: ModelConfig, parameter: str) -> Source:
     """The source of a parameter of our decoder, given its name in ``named_parameters``."""
     family = FAMILIES[config.family]
     stem, _, kind = parameter.rpartition(".")
+    if kind not in ("weight", "bias"):  # a tensor of its own
+        stem, kind = parameter, ""
+    suffix = f".{kind}" if kind else ""
     outer = family.prefixes[0].partition(".")[0] + "."
     heads = tuple(f"{prefix}{head}.{kind}" for prefix in ("", outer) for head in family.heads)
     if stem == "head":
@@ -90,13 +98,15 @@ def weight_source(config: ModelConfig, parameter: str) -> Source:
     layout: Layout = "rows"
     if stem.startswith("blocks."):
         _, index, part = stem.split(".", 2)
-        modules = tuple(f"{family.layers}.{index}.{module}" for module in family.block[part])
+        expert = _EXPERT.match(part)
+        part, number = (part, "") if expert is None else (f"mlp.experts{part[expert.end() :]}", expert[1])
+        modules = tuple(f"{family.layers}.{index}.{module.format(number)}" for module in family.block[part])
         layout = family.layouts.get(part, "rows")
     else:
         modules = ({"embedding": family.embedding, "positions": family.positions, "norm": family.norm}[stem],)
     prefixes = (*family.prefixes, outer + family.prefixes[0])
     tied = heads if stem == "embedding" and config.tied_head else ()
-    return Source(tuple((*(f"{p}{module}.{kind}" for p in prefixes), *tied) for module in modules), layout)
+    return Source(tuple((*(f"{p}{module}{suffix}" for p in prefixes), *tied) for module in modules), layout)
 
 
 def module_rows(config: ModelConfig, count: int, rows: int) -> list[int]:
@@ -500,6 +510,45 @@ def _granite4(f: Fields) -> ModelConfig:
     return ModelConfig(**_granite_fields(f), rotated_layers=rotated)
 
 
+def _mixtral(f: Fields) -> ModelConfig:
+    experts = ExpertsConfig(f["num_experts"], f["num_experts_per_tok"], f["intermediate_size"])
+    return ModelConfig(**_rms(f), **_uniform(f, f["sliding_window"]), experts=experts)
+
+
+def _qwen3_moe(f: Fields) -> ModelConfig:
+    count, step, dense = f["num_hidden_layers"], f["decoder_sparse_step"], f["mlp_only_layers"] or ()
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(count))
+    experts = ExpertsConfig(
+        f["num_experts"],
+        f["num_experts_per_tok"],
+        f["moe_intermediate_size"],
+        layers=None if all(layers) else layers,
+        normalized=f["norm_topk_prob"],
+    )
+    window = f["sliding_window"] if f["use_sliding_window"] else None
+    return ModelConfig(
+        **_rms(f), **_uniform(f, window), **_biases(f["attention_bias"]), qk_norm="head", experts=experts
+    )
+
+
+def _gpt_oss(f: Fields) -> ModelConfig:
+    if not f["rope_scaling"] and not f["rope_parameters"]:
+        stretched = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        f["rope_parameters"] = {"rope_type": "yarn", "original_max_position_embeddings": 4096, **stretched}
+    experts = ExpertsConfig(
+        *(f["num_experts"], f["num_experts_per_tok"], f["intermediate_size"]),
+        bias=True,
+        clamp=(f["swiglu_alpha"], f["swiglu_limit"]),
+    )
+    return ModelConfig(
+        **_rms({**f, "hidden_act": "silu"}),
+        **_sliding(f, f["sliding_window"], lambda layer: layer % 2 == 0),
+        **_biases(f["attention_bias"]),
+        attention_sinks=True,
+        experts=experts,
+    )
+
+
 def _gpt_neox(f: Fields) -> ModelConfig:
     width = _head_dim(f["hidden_size"], f["num_attention_heads"])
     if f["head_dim"] not in (None, width):
@@ -555,12 +604,35 @@ _GRANITE4 = _block(_NORM, _QKV, _OUT, _NORM_MLP, "shared_mlp.input_linear", "sha
 _TEXT_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 _TEXT_HEADS = ("lm_head", "language_model.lm_head")
 
+
+def _experts(attention: Mapping[str, tuple[str, ...]], router: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """A layer of experts, whose modules are named by their numbers."""
+    parts = {"mlp.router": router, "mlp.experts.up": up, "mlp.experts.down": down}
+    return {**attention, **{part: tuple(names.split()) for part, names in parts.items()}}
+
+
+_EACH = "mlp.experts.{}."
+_MIXTRAL = _experts(
+    _LLAMA,
+    "block_sparse_moe.gate",
+    "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
+    "block_sparse_moe.experts.{}.w2",
+)
+_QWEN3_MOE = _experts(_QWEN3, "mlp.gate", f"{_EACH}gate_proj {_EACH}up_proj", f"{_EACH}down_proj")
+# published with the experts of a layer in one tensor, see ``fused.py``
+_GPT_OSS = _experts(
+    {**_LLAMA, "sinks": ("self_attn.sinks",)}, "mlp.router", f"{_EACH}gate_proj {_EACH}up_proj", f"{_EACH}down_proj"
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _LLAMA),
     "mistral": Family(_mistral, _LLAMA, _TEXT_PREFIXES, heads=_TEXT_HEADS),
     "ministral": Family(_ministral, _LLAMA),
     "qwen2": Family(_qwen2, _LLAMA),
     "qwen3": Family(_qwen3, _QWEN3),
+    "qwen3_moe": Family(_qwen3_moe, _QWEN3_MOE),
+    "mixtral": Family(_mixtral, _MIXTRAL),
+    "gpt_oss": Family(_gpt_oss, _GPT_OSS),
     "phi": Family(_phi, _PHI, norm="final_layernorm"),
     "phi3": Family(_mistral, _PHI3),
     "opt": Family(*(_opt, _OPT, ("model.decoder.", "decoder.")), positions="embed_positions", norm="final_layer_norm"),
@@ -593,7 +665,7 @@ _IMAGES = "models of images and text do not run here"
 UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("mixtral", "qwen2_moe", "qwen2moe", "qwen3_moe", "qwen3moe", "gpt_oss", "gpt-oss", "olmoe", "phimoe"),
+            *("qwen2_moe", "qwen2moe", "olmoe", "phimoe"),
             *("granitemoe", "deepseek_v2", "deepseek_v3", "deepseek2", "glm4_moe", "glm4moe", "llama4_text"),
             *("ernie4_5_moe", "minimax_m2", "mistral4", "dbrx", "grok"),
         ),

@@ -180,6 +180,7 @@ _GRANITE = (
     {"attention_bias": False},
     dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
 )
+_ROUTER = "output_router_logits router_aux_loss_coef"
 
 FIELDS: dict[str, Fields] = {
     "llama": _table(
@@ -198,6 +199,36 @@ FIELDS: dict[str, Fields] = {
         *_QWEN,
         {"head_dim": 128, "attention_bias": False},
         nullable="num_key_value_heads sliding_window",
+    ),
+    "qwen3_moe": _table(
+        _sizes(151_936, 2048, 24, 32, 32_768, ends=(None, None)),
+        _gated(6144, kv_heads=4),
+        _rope(),
+        {"use_sliding_window": False, "sliding_window": 4096, "attention_bias": False},
+        {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+        {"decoder_sparse_step": 1, "mlp_only_layers": None},
+        nullable="sliding_window mlp_only_layers",
+        ignored=_ROUTER,
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "mixtral": _table(
+        _sizes(32_000, 4096, 32, 32, 131_072),
+        _gated(14_336, kv_heads=8, eps=1e-5),
+        {**_rope(), "rope_theta": 1e6},
+        {"sliding_window": None, "num_experts": 8, "num_experts_per_tok": 2},
+        nullable="head_dim num_key_value_heads sliding_window",
+        ignored=f"{_ROUTER} router_jitter_noise",
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "gpt_oss": _table(
+        _sizes(201_088, 2880, 36, 64, 131_072, ends=(None, None)),
+        {"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "rms_norm_eps": 1e-5},
+        {**_rope(), "rope_theta": 150_000.0},
+        {"attention_bias": True, "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4},
+        {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        nullable="sliding_window",
+        ignored=f"{_ROUTER} hidden_act",
+        aliases={"num_local_experts": "num_experts"},
     ),
     "phi": _table(
         _sizes(51_200, 2048, 24, 32, 2048),

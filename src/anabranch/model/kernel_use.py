@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from anabranch.errors import PerformanceWarning
+from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import QuantizedLinear
 from anabranch.model.stored import dtype_name
@@ -14,7 +15,7 @@ from anabranch.native import library as native
 from anabranch.native.build import Shortfall
 from anabranch.support.log import warn
 
-__all__ = ["KernelUse", "kernels_of", "native_for", "near_ties", "warn_about_kernels", "why_not_native"]
+__all__ = ["KernelUse", "kernels_of", "native_for", "near_ties", "products_for", "warn_about_kernels", "why_not_native"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ def _lacking(target: Decoder) -> Shortfall | None:
     c = target.config
     if target.device.type != "cpu":
         return Shortfall(f"the native kernels are for CPUs, not {target.device.type}", accepted=True)
+    return _lacking_type(target) or _lacking_layers(c) or _lacking_library()
+
+
+def _lacking_type(target: Decoder) -> Shortfall | None:
+    """The reason why the kernels cannot multiply by this target's weights."""
     if target.dtype not in (torch.bfloat16, torch.float32):
         dtype = dtype_name(target.dtype)
         return Shortfall(f"the native kernels take bfloat16 and float32, not {dtype}", "load it in bfloat16")
@@ -101,24 +107,44 @@ def _lacking(target: Decoder) -> Shortfall | None:
         return Shortfall(
             "LoRAs that are chosen per request run in PyTorch", "merge one of them (lora=) for the native kernels"
         )
-    other = "use a model of another family for the faster kernels"
-    # no supported family combines these
-    if c.norm == "layer" and (c.qk_norm != "none" or c.post_norms):
-        return Shortfall("the native kernels have LayerNorm only before attention and MLP", other)
-    if c.wiring != "sequential" and (c.post_norms or not c.pre_norms):
-        return Shortfall("the native kernels run parallel attention and MLP only after norms", other)
+    return None
+
+
+def _lacking_layers(c: ModelConfig) -> Shortfall | None:
+    """The reason why the kernels cannot run layers of this config, experts excepted."""
+    wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
+    plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
+    alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
+    other = "use a model of the Llama, Mistral, SmolLM, Qwen2 or Qwen3 families for the faster kernels"
+    if c.attention_sinks:
+        return Shortfall(f"PyTorch runs the layers of {c.family} models: their attention has sinks", other)
+    if not (wired and plain and alike and c.embedding_scale == 1.0):
+        return Shortfall(f"the native kernels do not cover the {c.family} family", other)
     sizes = {"hidden_size": c.hidden_size, "head_dim": c.head_dim, "intermediate_size": c.intermediate_size}
+    if c.experts is not None:
+        sizes["the width of an expert"] = c.experts.width
     for name, size in sizes.items():
         if size % native.BLOCK:
             return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}")
-    if c.head_dim > 128 and c.head_dim != 256:
-        return Shortfall(f"the native kernels take heads of at most 128 channels or of 256, not of {c.head_dim}")
-    if c.position == "rope" and (c.rope.dim % 2 or c.rope.dim > c.head_dim):
+    if c.head_dim > 128:
+        return Shortfall(f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}")
+    if c.rope.dim % 2 or c.rope.dim > c.head_dim:
         channels = f"{c.rope.dim} of {c.head_dim} channels"
         return Shortfall(f"the native kernels rotate an even number of a head's channels, not {channels}")
+    return None
+
+
+def _lacking_library() -> Shortfall | None:
     return native.shortfall() if native.library() is None else None
 
 
 def native_for(target: Decoder) -> bool:
     """True if the native kernels can run this target."""
     return not why_not_native(target)
+
+
+def products_for(target: Decoder) -> bool:
+    """True if the kernels multiply by the weights of a target whose layers they cannot run; asked for experts only."""
+    return target.config.experts is not None and not (
+        target.device.type != "cpu" or _lacking_type(target) or _lacking_library()
+    )

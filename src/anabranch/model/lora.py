@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.model.blocks import MLP, RowSide
+from anabranch.model.blocks import RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.families import Layout, module_rows, weight_source
+from anabranch.model.mlp import MLP
 from anabranch.model.network import Network
 from anabranch.model.stored import LazyTensors
 
@@ -118,10 +119,11 @@ def widths(config: ModelConfig, part: str) -> tuple[int, int]:
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
-    """The linear modules of all blocks by name, in the order of the layers."""
+    """The linear modules of all blocks by name, in the order of the layers; without those of experts."""
     located: dict[str, Place] = {}
     for layer in range(config.num_layers):
-        for part in PARTS:
+        dense = config.experts_of(layer) is None
+        for part in PARTS if dense else PARTS[:2]:
             source, (width, rows) = weight_source(config, f"blocks.{layer}.{part}.weight"), widths(config, part)
             start = 0
             for names, count in zip(source.tensors, module_rows(config, len(source.tensors), rows), strict=True):

@@ -17,7 +17,7 @@ from anabranch.model.network import Network
 from anabranch.model.quantize import GROUP, QuantizedWeight
 from anabranch.native import library as native
 
-__all__ = ["HeadTable", "NativeLinear", "Screen", "SelectedOutputs", "places_of", "table_of"]
+__all__ = ["HeadTable", "NativeLinear", "Screen", "SelectedOutputs", "table_of"]
 
 MIN_SCREENED = 4096  # outputs from which a screen makes ``choose`` faster
 MAX_NORM = 1e12  # of a screened output: sums of larger ones may overflow
@@ -110,8 +110,7 @@ class NativeLinear(nn.Module):
         self.in_features = (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[1]
         self.out_features = self.packed.outputs
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        offset = None if bias is None else bias.detach().float().contiguous()
-        self.offset = self._interleave(offset) if gated and offset is not None else offset
+        self.offset = None if bias is None else bias.detach().float().contiguous()
 
     @property
     def nbytes(self) -> int:
@@ -234,12 +233,3 @@ def table_of(target: Network) -> native.Table:
     weight = target.embedding.weight
     assert weight.is_contiguous()
     return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
-
-
-def places_of(target: Network) -> native.Table:
-    """A target's embedding of positions for the kernels, from the first token's on; empty if it has none."""
-    if target.positions is None:
-        return native.Table()
-    weight, offset = target.positions.weight, target.config.learned_offset
-    assert weight.is_contiguous()
-    return native.Table(rows=weight[offset:].data_ptr(), packed=0, words=len(weight) - offset)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
-from anabranch.model.kernel_use import native_for, warn_about_kernels
+from anabranch.model.experts import Experts
+from anabranch.model.experts_backend import ExpertsBackend, ProductsBackend
+from anabranch.model.kernel_use import native_for, products_for, warn_about_kernels
 from anabranch.model.native_linear import HeadTable, NativeLinear
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
 from anabranch.model.stack import NativeBackend, Stack
@@ -225,7 +227,7 @@ def pack_decoder(target: Decoder) -> bool:
     """
     if isinstance(target.head, PackedLinear | PackedQuantized | NativeLinear):
         return True
-    kernels = native.library() if native_for(target) else None
+    kernels = native.library() if native_for(target) or products_for(target) else None
     # While another process is busy, torch's threads wait for each other after each of many small operations: packing
     # the default model took 6.6 s with two threads and 1.1 s with one, and 1.2 and 1.5 s on an idle machine.
     with nullcontext() if kernels is None else kernels.single_threaded():
@@ -239,13 +241,22 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
     narrow = isinstance(head, QuantizedLinear)
     if kernels is None and not (PackedQuantized.fits(head, dtype) if narrow else can_pack(dtype, target.device)):
         return False
+    whole = native_for(target)  # the kernels run whole layers, experts excepted
     for block in target.blocks:
         assert isinstance(block, Block)
+        if kernels is not None and isinstance(block.mlp, Experts):
+            router: Any = block.mlp.router
+            block.mlp.router = NativeLinear(router.weight, router.bias, wide=True)
         for module, name in block.linears():
             linear = getattr(module, name)
             if kernels is not None:
+                # the rows between two layers that PyTorch joins: those of experts are float32
                 packed: nn.Module = NativeLinear(
-                    _stored(linear), linear.bias, gated=name == "up" and block.mlp.gated, compact=kernels.expands
+                    _stored(linear),
+                    linear.bias,
+                    gated=name == "up" and module is block.mlp and whole,
+                    wide=isinstance(block.mlp, Experts) and module is not block,
+                    compact=kernels.expands,
                 )
             elif narrow:
                 packed = PackedQuantized(linear, dtype) if PackedQuantized.fits(linear, dtype) else linear
@@ -260,7 +271,12 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
         )
         if exact and target.config.tied_head:
             target.embedding = HeadTable(target.head)
-        target.backend = NativeBackend(Stack.of_target(target))
+        if not whole:
+            target.backend = ProductsBackend(kernels)
+        elif target.config.experts is None:
+            target.backend = NativeBackend(Stack.of_target(target))
+        else:
+            target.backend = ExpertsBackend(Stack.of_target(target))
     elif narrow:
         target.head = PackedQuantized(head, dtype)
     else:

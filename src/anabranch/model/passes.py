@@ -153,11 +153,11 @@ class Pass:
         self.tree_BNN = rows.gather(2, kept_Bn[:, None, :].expand(-1, n, -1))
         self._prepare()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """Attention of the main rows: append k and v [B, N, K, E] to the cache; returns [B, N, H E]."""
         self.cache.append(layer, k, v)
         keys, values = self.cache.read(layer, self.span)
-        return attention(self.config, q, keys, values, self.bias(layer))
+        return attention(self.config, q, keys, values, self.bias(layer), sinks_H)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, model_config, module_rows, weight_source
+from anabranch.model.fused import split_experts
 from anabranch.model.stored import SafetensorsDir, dtype_name, is_finite, load_safetensors_dir, some_names
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import free_memory
@@ -74,6 +75,7 @@ def fill_decoder(
     ``dtype``, so that it identifies the stored weights. Unused tensors are named in a ModelWarning.
     """
     _check_layers(config, tensors)
+    tensors = split_experts(config, tensors)
     config = _with_head(config, tensors)
     decoder = build_decoder(config, dtype=dtype)
     parameters = sorted(decoder.named_parameters())
@@ -264,7 +266,7 @@ def fingerprint(weights: Decoder | Path) -> str:
             _add(digest, name, parameter.detach())
         return digest.hexdigest()
     config = model_config(read_json(weights / "config.json", "a model folder needs it"))
-    tensors = load_safetensors_dir(weights)
+    tensors = split_experts(config, load_safetensors_dir(weights))
     config = _with_head(config, tensors)
     digest = _digest(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):

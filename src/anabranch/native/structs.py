@@ -33,11 +33,8 @@ class Layer(ctypes.Structure):
     """The weights and the cache of one layer."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("after_attention", "after_mlp", "norm_in_bias", "norm_mlp_bias")),
-        *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias", "up_bias", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm", "qkv_bias", "out_bias")),
         *((name, Packed) for name in ("qkv", "out", "up", "down", "low", "high")),
-        *((name, ctypes.c_int32) for name in ("rope_queries", "rope_keys", "rope_width", "slides")),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
     )
@@ -51,8 +48,8 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
-        *((name, ctypes.c_int32) for name in ("activation", "gated", "parallel", "layer_norm", "heads_normed")),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "residual_scale", "embedding_scale")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
         ("row_stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
     )
@@ -82,9 +79,7 @@ class Ends(ctypes.Structure):
 
     _fields_ = (
         ("embedding", Table),
-        ("tokens", ctypes.c_void_p),
-        ("places", Table),
-        *((name, ctypes.c_void_p) for name in ("norm", "norm_bias", "hidden")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "norm", "hidden")),
         ("head", Packed),
         ("bias", ctypes.c_void_p),
         ("screen", Screen),

@@ -5,7 +5,6 @@ B rows of the cache, M nodes of a pass, N nodes of the widest row, D width.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from anabranch.methods.eagle.module import EagleModule
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
+from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.passes import Nodes, Pass
 from anabranch.model.quantize import QuantizedWeight
@@ -88,11 +88,12 @@ class NativeEagleLayer(EagleLayer):
     def __init__(self, target: Decoder, module: EagleModule) -> None:
         super().__init__(target, module)
         block = module.block
+        assert isinstance(block.mlp, MLP)
         weights = LayerWeights(
             block,
             self._packed(block.qkv),
             self._packed(block.out),
-            up=self._packed(block.mlp.up, gated=block.mlp.gated),
+            up=self._packed(block.mlp.up, gated=True),
             down=self._packed(block.mlp.down),
         )
         self.stack = Stack(target, [weights], 0)
@@ -124,9 +125,7 @@ class NativeEagleLayer(EagleLayer):
         """See ``EagleLayer``; rows are not padded."""
         cache.begin(inputs.width, slots)
         tokens_M = torch.from_numpy(inputs.tokens_M)
-        positions_BN = torch.from_numpy(inputs.depths_BN + np.asarray(cache.lengths[slots])[:, None]) + 1
-        real_BN = torch.arange(inputs.width) < torch.tensor(inputs.counts_B)[:, None]
-        embeddings = self.target.embed(tokens_M, positions_BN[real_BN]).to(self.dtype)
+        embeddings = self.target.embed(tokens_M, tokens_M).to(self.dtype)  # the kernels' targets rotate positions
         x_MD = self._fc(self.module.inputs(embeddings, features_MD))
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, cache.capacity, x_MD)
         self.stack.run(x_MD, step, cache, slots.start, 0, 1)

@@ -33,7 +33,9 @@ STD = 0.02  # of fresh weights
 def _one_layer(target: ModelConfig) -> ModelConfig:
     """The head's layer is wired as the target's; a sliding window is kept where all of the target's layers have it."""
     sliding = all(target.is_sliding(layer) for layer in range(target.num_layers))
-    return replace(target, num_layers=1, sliding_layers=None, sliding_window=target.sliding_window if sliding else None)
+    return replace(
+        target.dense(), num_layers=1, sliding_layers=None, sliding_window=target.sliding_window if sliding else None
+    )
 
 
 class EagleModule(TrainedModule):

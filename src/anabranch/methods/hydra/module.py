@@ -39,7 +39,7 @@ class HydraModule(DraftHeads):
         if config.published:
             self.biases = nn.ParameterList(nn.Parameter(torch.zeros(len(self.vocabulary))) for _ in self.blocks)
         self.norm = Norm(model) if config.prefix and config.published else None
-        self.layer = Block(model) if config.prefix else None
+        self.layer = Block(model.dense()) if config.prefix else None
         if self.layer is not None:
             for linear in (self.layer.out, self.layer.mlp.down):  # at first the layer passes the states on
                 assert isinstance(linear, nn.Linear)

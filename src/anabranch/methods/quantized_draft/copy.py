@@ -76,7 +76,8 @@ class QuantizedCopy:
     def fits(target: Decoder) -> bool:
         """Whether the native kernels run bf16 weights; a 4-bit copy of other weights would read no fewer bytes."""
         stack = stack_of(target.backend)
-        return stack is not None and stack.kind == "bfloat16" and target.rider is None
+        dense = target.config.experts is None
+        return dense and stack is not None and stack.kind == "bfloat16" and target.rider is None
 
     @staticmethod
     def parts(target: Decoder, head: DraftHead) -> tuple[Stack, NativeDraft] | None:

@@ -20,9 +20,10 @@ from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.terms import LayerTuning, terms_of
-from anabranch.model.blocks import MLP, Block, RowSide
+from anabranch.model.blocks import Block, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import Packable, PackedLinear, PackedWeight, packed_like, rounding
 from anabranch.support.memory import give_back
@@ -223,6 +224,11 @@ class StreamModule(TrainedModule):
 
     def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
         super().__init__()
+        if model != model.dense():
+            raise CapabilityError(
+                f"{self.predictor}s need layers of attention and an MLP, and those of {model.family} models differ; "
+                "use another drafter, such as prompt_lookup, ngram or draft_model"
+            )
         if config.num_stream_layers > model.num_layers:
             raise InputError(
                 f"num_stream_layers is {config.num_stream_layers}, but the target has only {model.num_layers} layers"

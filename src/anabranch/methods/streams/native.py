@@ -21,6 +21,7 @@ from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
 from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
+from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
 from anabranch.model.reads import read_bytes
@@ -66,8 +67,7 @@ class _TrailWeights:
     def _begin(target: Decoder, adapter: StreamModule, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
         """The computation of initial stream states, if the kernels support it, and the objects it points to."""
         root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
-        rms = target.config.norm == "rms"
-        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH or not rms:
+        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH:
             return None, []
         inputs, up = root.packed["inputs"], root.packed["up"]
         assert isinstance(inputs, NativeLinear)
@@ -170,6 +170,7 @@ def narrow(linear: nn.Module) -> NativeLinear:
 def narrow_layer(block: nn.Module) -> LayerWeights:
     """A layer for drafts."""
     assert isinstance(block, Block)
+    assert isinstance(block.mlp, MLP)
     return LayerWeights(block, *map(narrow, (block.qkv, block.out, block.mlp.up, block.mlp.down)))
 
 
