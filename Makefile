@@ -1,7 +1,7 @@
 # Everything that continuous integration runs, as targets. PYTHON names the interpreter.
 PYTHON ?= python
 
-.PHONY: help test thorough sanitize check format pages notebook
+.PHONY: help test thorough sanitize wheel check format pages notebook
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
 
@@ -13,6 +13,9 @@ thorough:  ## the tests that take long
 
 sanitize:  ## the native code under sanitizers
 	$(PYTHON) scripts/sanitize.py
+
+wheel:  ## build the wheel, and decode from it where there is no compiler
+	$(PYTHON) scripts/check_wheel.py --keep dist
 
 check:  ## every gate but the tests: style, types, documentation
 	PYTHON=$(PYTHON) scripts/check

@@ -300,8 +300,26 @@ def passes(results: Mapping[str, Result]) -> list[str]:
     ]
 
 
-def _ratio(case: Result) -> str:
-    return f"{case['ratio']['median']:.2f} ({case['ratio']['quartiles'][0]:.2f}-{case['ratio']['quartiles'][1]:.2f})"
+def _ratio(case: Result, of: str = "ratio") -> str:
+    return f"{case[of]['median']:.2f} ({case[of]['quartiles'][0]:.2f}-{case[of]['quartiles'][1]:.2f})"
+
+
+def _compilers(result: Result) -> list[str]:
+    """Kernels of the wheel and of a compiler on the machine (``scripts/compare_compilers.py``), a table a run."""
+    lines = []
+    for run in result["compilers"]:
+        rows = [
+            (
+                *(case["format"], case["case"], case["median_ms"]["other"], case["median_ms"]["wheel"]),
+                _ratio(case, "speed"),
+                "yes" if case["same_results"] else "no",
+            )
+            for case in run["cases"]
+        ]
+        kernels = run["cases"][0]["kernels"]["wheel"]
+        titles = ("weights", "case", f"{run['other']}, ms", "wheel, ms", "speed of the wheel's", "same to the bit")
+        lines += [f"`{kernels}` kernels: `{run['command']}`", "", *table(titles, rows, left=2)]
+    return lines
 
 
 def _search(result: Result) -> list[str]:
@@ -408,6 +426,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
     ("Passes, before and after", ("cases", "passes"), _listed),
     ("Before and after", ("cases", "commits"), _listed),
+    ("Compilers", ("compilers",), _compilers),
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
     ("Adapter search", ("variants", "answer_tokens"), _search),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ HERE = Path(__file__).resolve().parents[1]
 class Worker:
     """A script run with ``--serve``, and with the package of one checkout on the path.
 
-    It reads its settings as a line of JSON, and then one line a question; it answers each with a line of JSON.
+    It has the variables ``environment`` beside this process's. It reads its settings as a line of JSON, and then one
+    line a question; it answers each with a line of JSON.
 
     ready  its answer to the settings
     """
 
-    def __init__(self, script: str, checkout: Path, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, script: str, checkout: Path, settings: dict[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(script).resolve()), "--serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(checkout / "src")},
+            env={**os.environ, **(environment or {}), "PYTHONPATH": str(checkout / "src")},
             text=True,
         )
         self.ready = self.ask(json.dumps(settings))

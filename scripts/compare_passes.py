@@ -94,34 +94,52 @@ def pass_of(model: Any, cache: Any, batch: int, nodes: int) -> Callable[[], tupl
     return run
 
 
-def serve() -> None:
-    """Time the passes that standard input names, with the package on the path: what a worker process does."""
+def passes_of(kind: str, shapes: list[str], context: int) -> dict[str, tuple[Callable[[], object], Callable[[], str]]]:
+    """Passes by their shape in one format: a function that runs one, and a digest of its results."""
     from anabranch.model.cache import Cache
 
-    settings = json.loads(sys.stdin.readline())
-    model = model_of(settings["format"])
-    shapes = {name: tuple(map(int, name.split("x"))) for name in settings["shapes"]}
-    rows, context = max(batch for batch, _ in shapes.values()), settings["context"]
-    capacity = context + max(nodes for _, nodes in shapes.values())
+    model = model_of(kind)
+    sizes = {name: tuple(map(int, name.split("x"))) for name in shapes}
+    rows = max(batch for batch, _ in sizes.values())
+    capacity = context + max(nodes for _, nodes in sizes.values())
     cache = Cache(model.config, rows=rows, capacity=capacity, dtype=model.dtype, device=model.device)
     for store in (cache.keys, cache.values):
         store.copy_(torch.randn(store.shape, generator=torch.Generator().manual_seed(1)))
     for _ in range(rows):
         cache.lengths[cache.add_row()] = context
-    passes = {name: pass_of(model, cache, *shape) for name, shape in shapes.items()}
-    kernels = stack_in(model).kernels
-    name = kernels.instruction_set if hasattr(kernels, "instruction_set") else kernels.form  # in older checkouts
-    print(json.dumps({"kernels": name}), flush=True)
-    with torch.inference_mode(), model.decoding():
-        for line in sys.stdin:
-            run, times = passes[line.strip()], []
+
+    def both(batch: int, nodes: int) -> tuple[Callable[[], object], Callable[[], str]]:
+        run = pass_of(model, cache, batch, nodes)
+
+        def decoding() -> object:
+            with model.decoding():
+                return run()
+
+        def digest() -> str:
             hidden, chosen, _ = run()
-            digest = hashlib.sha256(hidden.float().numpy().tobytes() + np.asarray(chosen).tobytes()).hexdigest()
+            return hashlib.sha256(hidden.float().numpy().tobytes() + np.asarray(chosen).tobytes()).hexdigest()
+
+        return decoding, digest
+
+    return {name: both(*size) for name, size in sizes.items()}
+
+
+def serve() -> None:
+    """Time the passes that standard input names, with the package on the path: what a worker process does."""
+    settings = json.loads(sys.stdin.readline())
+    passes = passes_of(settings["format"], settings["shapes"], settings["context"])
+    from anabranch.native import library as native
+
+    print(json.dumps({"kernels": native.library().instruction_set}), flush=True)
+    with torch.inference_mode():
+        for line in sys.stdin:
+            (run, digest), times = passes[line.strip()], []
+            same = digest()
             for _ in range(settings["passes"]):
                 started = time.perf_counter()
                 run()
                 times.append(time.perf_counter() - started)
-            print(json.dumps({"ms": statistics.median(times) * 1e3, "digest": digest}), flush=True)
+            print(json.dumps({"ms": statistics.median(times) * 1e3, "digest": same}), flush=True)
 
 
 def compare(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from anabranch.native import build
+from anabranch.native import build, recipe
+from anabranch.native.selection import instruction_sets
 
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "src" / "anabranch" / "native"
@@ -49,7 +50,7 @@ def main() -> None:
     compilers = [name for name in ("g++", "clang++") if _found(name)]
     if not compilers:
         sys.exit("sanitize: there is no g++ and no clang++")
-    forms = build.instruction_sets()
+    forms = instruction_sets()
     if not forms:
         sys.exit("sanitize: this processor cannot run the kernels")
     if asked.tests is None:
@@ -58,8 +59,8 @@ def main() -> None:
                 _say(f"{compiler} {' '.join(WARN)}, {form}")
                 # uninitialised values are found while optimising; g++ 12 finds some in its own AVX-512 header
                 how = ("-O2", "-c", "-o", os.devnull) if form == "avx2" else ("-fsyntax-only",)
-                command = [compiler, *build.FLAGS, *build.INSTRUCTION_SETS[form][1], *WARN, *how]
-                subprocess.run([*command, *build.translation_unit()], check=True)
+                command = [compiler, *build.compiler_flags(form), *WARN, *how]
+                subprocess.run([*command, *recipe.translation_unit()], check=True)
         _races(compilers[0], forms)
     for form in dict.fromkeys((forms[0], forms[-1])):
         _say(f"AddressSanitizer and UndefinedBehaviorSanitizer, {form}")
@@ -74,7 +75,7 @@ def _tests(form: str, tests: list[str]) -> None:
             **OPTIONS,
             "LD_PRELOAD": " ".join(_runtime(name) for name in ("libasan.so", "libubsan.so")),
             "ANABRANCH_SANITIZED": "1",
-            "ANABRANCH_NATIVE": form,
+            "ANABRANCH_KERNELS": form,
             "ANABRANCH_HOME": home,
             "CXX": "env -u LD_PRELOAD g++",
             "PYTHONPATH": os.pathsep.join((str(ROOT / "scripts"), os.environ.get("PYTHONPATH", ""))),
@@ -89,16 +90,7 @@ def _races(compiler: str, forms: list[str]) -> None:
         _say(f"ThreadSanitizer, {form}")
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "race"
-            flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-fPIC")]
-            command = [
-                compiler,
-                *flags,
-                *build.INSTRUCTION_SETS[form][1],
-                "-O1",
-                "-g1",
-                "-fsanitize=thread",
-                f"-I{NATIVE}",
-            ]
+            command = [compiler, *build.compiler_flags(form), "-O1", "-g1", "-fsanitize=thread", f"-I{NATIVE}"]
             subprocess.run([*command, "-o", made, ROOT / "tests" / "native" / "race.cpp"], check=True)
             subprocess.run([made], env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}, check=True)
 

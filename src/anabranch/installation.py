@@ -21,27 +21,25 @@ from anabranch.methods import AUTO, methods, resolve_spec
 from anabranch.model.fetch import DEFAULT_MODEL
 from anabranch.native import build
 from anabranch.native import library as native
+from anabranch.native.features import processor
+from anabranch.native.recipe import INSTRUCTION_SETS
 from anabranch.support.files import cache_home
-from anabranch.support.processor import cgroup_quota, processor_flags, processor_name, set_threads, usable_cpus
+from anabranch.support.processor import cgroup_quota, processor_name, set_threads, usable_cpus
 
 __all__ = ["describe_installation"]
 
 PACKAGES = ("anabranch", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 # variables that change where anabranch stores files, what it compiles, and how it runs
 VARIABLES = (
-    *("ANABRANCH_HOME", "ANABRANCH_NATIVE", "CXX", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY"),
+    *("ANABRANCH_HOME", "ANABRANCH_KERNELS", "CXX", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY"),
     *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
-)
-# processor features that the kernels require, and others that the compiler uses
-FEATURES = frozenset(("amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")).union(
-    *(features for features, _ in build.INSTRUCTION_SETS.values())
 )
 
 
 def describe_installation() -> dict[str, Any]:
     """Facts by group, as JSON values: versions, processor, kernels, caches, environment, auto.
 
-    Loads no model. Compiles the kernels if necessary, which takes about 20 seconds.
+    Loads no model. Compiles the kernels if the package has none, which takes about 20 seconds.
     """
     threads = set_threads(None)
     kernels = _kernels()
@@ -53,7 +51,7 @@ def describe_installation() -> dict[str, Any]:
         },
         "processor": {
             "name": processor_name(),
-            "features": sorted(processor_flags() & FEATURES),
+            "features": sorted(processor().features),
             "cpus": os.cpu_count(),
             "usable_cpus": usable_cpus(),
             "cpu_quota": cgroup_quota(),
@@ -75,11 +73,12 @@ def _version(package: str) -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    """The kernels in use, why not faster ones and what to do about it, and the compiler."""
+    """The kernels in use and where they come from, why not faster ones and what to do about it, and the compiler."""
     library, shortfall = native.library(), native.shortfall()
     return {
         "instruction_set": "torch" if library is None else library.instruction_set,
-        "instruction_sets": list(build.INSTRUCTION_SETS),
+        "origin": "" if library is None else "package" if native.packed() else "here",
+        "instruction_sets": list(INSTRUCTION_SETS),
         "why": "" if shortfall is None else shortfall.why,
         "advice": "" if shortfall is None else shortfall.advice,
         "compiler": _compiler(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     assert found["processor"]["threads"] == torch.get_num_threads()
     kernels = native.library()
     assert found["kernels"]["instruction_set"] == ("torch" if kernels is None else kernels.instruction_set)
+    assert found["kernels"]["origin"] == ("" if kernels is None else "package" if native.packed() else "here")
     shortfall = native.shortfall()
     assert found["kernels"]["why"] == ("" if shortfall is None else shortfall.why)
     assert found["caches"]["home"] == str(home)
@@ -123,16 +125,17 @@ def test_info_shows_the_speedup_of_each_drafter_of_auto(anabranch: Anabranch, ho
 
 def test_a_machine_without_kernels(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native.forget()
-    monkeypatch.setenv("ANABRANCH_NATIVE", "0")
+    monkeypatch.setenv("ANABRANCH_KERNELS", "none")
     monkeypatch.setenv("PATH", str(home))
     monkeypatch.setenv("CXX", "nowhere -O3")
+    monkeypatch.setitem(sys.modules, "ziglang", None)
     try:
         kernels = json.loads(anabranch("info", "--json").out)["kernels"]
     finally:
         monkeypatch.undo()
         native.forget()
-    assert (kernels["instruction_set"], kernels["compiler"]) == ("torch", None)
-    assert "ANABRANCH_NATIVE is 0" in kernels["why"]
+    assert (kernels["instruction_set"], kernels["origin"], kernels["compiler"]) == ("torch", "", None)
+    assert "ANABRANCH_KERNELS is none" in kernels["why"]
 
 
 @pytest.mark.parametrize("columns", [60, 80])

@@ -48,12 +48,14 @@ def test_a_notice_is_a_record_of_info(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled on Linux")
 def test_compiling_is_announced_once(tmp_path: Path) -> None:
     # a compiler that fails, so that nothing takes time
-    env = {**os.environ, "ANABRANCH_HOME": str(tmp_path), "CXX": "false", "ANABRANCH_NATIVE": "1"}
-    done = subprocess.run([sys.executable, "-c", INFO], capture_output=True, text=True, check=True, env=env)
+    env = {**os.environ, "ANABRANCH_HOME": str(tmp_path), "CXX": "false", "ANABRANCH_KERNELS": ""}
+    packed = f"from anabranch.native import recipe; recipe.PACKED = pathlib.Path({str(tmp_path)!r})"
+    code = f"import pathlib; {packed}; {INFO}"  # as without a wheel
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     if "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         pytest.skip("no kernels for this processor")
     assert "compiling kernels, once, about 20 s\n" in done.stderr
-    with Terminal([], env=env, code=INFO) as terminal:
+    with Terminal([], env=env, code=code) as terminal:
         assert "compiling kernels, once, about 20 s\n" in terminal.ended()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,8 +17,8 @@ from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.pack import pack_decoder
-from anabranch.native import build
 from anabranch.native import library as native
+from anabranch.native import recipe, selection
 from small import LLAMA, randomise
 
 FITS = replace(
@@ -53,11 +54,11 @@ def warned(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> list[str
 
 @needs_kernels
 def test_the_best_kernels_are_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
+    monkeypatch.delenv("ANABRANCH_KERNELS", raising=False)
     native.forget()
     assert warned(FITS) == []
     use = kernels_of(packed(FITS))
-    assert (use.name, use.why, use.advice) == (build.instruction_sets()[0], "", "")
+    assert (use.name, use.why, use.advice) == (selection.instruction_sets()[0], "", "")
 
 
 @needs_kernels
@@ -83,11 +84,13 @@ def test_targets_that_are_not_covered(changes: dict[str, object], dtype: torch.d
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if build.unfit() is not None:
+    if selection.unfit() is not None:
         pytest.skip("the kernels are not for this machine")
+    monkeypatch.setattr(recipe, "PACKED", tmp_path)
+    monkeypatch.setitem(sys.modules, "ziglang", None)
     for name, value in {"ANABRANCH_HOME": str(tmp_path), "PATH": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    for name in ("CXX", "ANABRANCH_NATIVE"):
+    for name in ("CXX", "ANABRANCH_KERNELS"):
         monkeypatch.delenv(name, raising=False)
     native.forget()
     (message,) = warned(FITS)
@@ -95,11 +98,11 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_kernels_that_the_user_turned_off_are_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANABRANCH_NATIVE", "0")
+    monkeypatch.setenv("ANABRANCH_KERNELS", "none")
     native.forget()
     assert warned(FITS) == []
     use = kernels_of(packed(FITS))
-    assert (use.name, use.why, use.advice) == ("torch", "ANABRANCH_NATIVE is 0", "unset it")
+    assert (use.name, use.why, use.advice) == ("torch", "ANABRANCH_KERNELS is none", "unset it")
 
 
 def test_no_warning_on_other_devices() -> None:

@@ -8,7 +8,6 @@
 
 namespace {
 
-constexpr const char* INSTRUCTION_SET = "scalar";
 constexpr int TILE_ROWS = 5, QUANTIZED_TILE_ROWS = 3, MAX_TILE_ROWS = 5, ACCUMULATORS = 7;
 constexpr bool MATRIX_TILES = false;
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 from test_kernels import BASE, decoder, needs_kernels
 
+from anabranch.errors import InputError
 from anabranch.model.pack import pack_decoder
-from anabranch.native import build
+from anabranch.native import build, recipe, selection
 from anabranch.native import library as native
+from anabranch.native.features import Processor
 
 # an early form, compiled quickly
-QUICK = (*build.FLAGS, "-O0", *build.INSTRUCTION_SETS["avx2"][1])
+QUICK = (*build.FLAGS, "-O0", *recipe.INSTRUCTION_SETS["avx2"][1])
 NO_HEADER = "/no/such.h"
 
 
@@ -50,9 +53,10 @@ def quick(compiled: Path, home: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache folder, and kernels that are compiled quickly."""
+    """An empty cache folder, a package without libraries, and kernels that are compiled quickly."""
     monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path))
-    monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
+    monkeypatch.delenv("ANABRANCH_KERNELS", raising=False)
+    monkeypatch.setattr(recipe, "PACKED", tmp_path / "libraries")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     native.forget()
     yield tmp_path
@@ -68,6 +72,7 @@ def no_compiler(patch: pytest.MonkeyPatch, folder: Path) -> None:
     empty.mkdir(exist_ok=True)
     patch.delenv("CXX", raising=False)
     patch.setenv("PATH", str(empty))
+    patch.setitem(sys.modules, "ziglang", None)
 
 
 def test_reasons_for_having_no_kernels(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,10 +84,10 @@ def test_reasons_for_having_no_kernels(home: Path, monkeypatch: pytest.MonkeyPat
     )
     broken.chmod(0o755)
     for change, why, advice in (
-        (lambda m: m.setenv("ANABRANCH_NATIVE", "0"), "ANABRANCH_NATIVE is 0", "unset it"),
+        (lambda m: m.setenv("ANABRANCH_KERNELS", "none"), "ANABRANCH_KERNELS is none", "unset it"),
         (lambda m: no_compiler(m, tmp_path), "there is no C++ compiler", "install g++"),
-        (lambda m: m.setattr(build, "processor_flags", lambda: frozenset()), "this processor lacks avx2", ""),
-        (lambda m: m.setattr(build.platform, "machine", lambda: "riscv64"), "not Linux on riscv64", ""),
+        (lambda m: m.setattr(selection, "processor", lambda: Processor("", frozenset())), "processor lacks avx2", ""),
+        (lambda m: m.setattr(selection.platform, "machine", lambda: "riscv64"), "not Linux on riscv64", ""),
         (lambda m: m.setenv("CXX", f"'{broken}'"), "interface.cpp:7: error: ice", "anabranch-compile.log"),
     ):
         with monkeypatch.context() as patch:
@@ -211,24 +216,24 @@ def test_a_sticky_folder_above_is_no_harm(home: Path, quick: Path) -> None:
 
 def test_sources_of_methods_are_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method brings C++ of its own by putting it into its folder; every file counts for the library's name."""
-    ours = [path.relative_to(build.PACKAGE).as_posix() for path in (*build.sources(), *build.sources("h"))]
+    ours = [path.relative_to(recipe.PACKAGE).as_posix() for path in (*recipe.sources(), *recipe.sources("h"))]
     assert {"native/interface.cpp", "native/simd.h", "methods/streams/streams.cpp", "methods/streams/draft.h"} <= {
         *ours
     }
-    monkeypatch.setattr(build, "PACKAGE", tmp_path)
+    monkeypatch.setattr(recipe, "PACKAGE", tmp_path)
     files = ["native/interface.cpp", "methods/streams/streams.cpp", "methods/zigzag/zigzag.cpp", "methods/zigzag/own.h"]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    arguments, keys = build.translation_unit(), [build._key(QUICK)]
+    arguments, keys = recipe.translation_unit(), [recipe.key_of(QUICK)]
     assert [arguments[i + 1] for i, word in enumerate(arguments) if word == "-include"] == [
         str(tmp_path / name) for name in files[:3]
     ]
     for name in files:
         (tmp_path / name).write_text("// changed")
-        keys.append(build._key(QUICK))
+        keys.append(recipe.key_of(QUICK))
     (tmp_path / files[2]).rename(tmp_path / "methods/zigzag/other.cpp")
-    keys.append(build._key(QUICK))
+    keys.append(recipe.key_of(QUICK))
     assert len({*keys}) == len(keys)
 
 
@@ -277,55 +282,96 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
 def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "layout", lambda last: [1, 2, 3])
     with pytest.raises(AssertionError, match=r"structs of the compiled kernels differ"):
-        native.Library(build.opened(build.compiler_flags(build.instruction_sets()[0])).library)
-
-
-@pytest.mark.parametrize(
-    ("vendor", "features", "pairs"),
-    [("GenuineIntel", {"avx512_bf16"}, False), ("AuthenticAMD", {"avx512_bf16"}, True), ("AuthenticAMD", set(), False)],
-)
-def test_where_bf16_is_multiplied_in_pairs(
-    vendor: str, features: set[str], pairs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "processor_vendor", lambda: vendor)
-    monkeypatch.setattr(build, "processor_flags", lambda: build.AVX512 | features)
-    assert (build.PAIRS[0] in build.compiler_flags("avx512")) == pairs
-    assert build.PAIRS[0] not in build.compiler_flags("avx2")
-
-
-@pytest.mark.parametrize(
-    ("vendor", "family", "first"),
-    [("AuthenticAMD", "26", True), ("AuthenticAMD", "25", False), ("GenuineIntel", "26", False), ("", "", False)],
-)
-def test_where_weights_for_many_rows_are_prefetched_into_the_first_level_cache(
-    vendor: str, family: str, first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the processor's generation; libraries of the two rules have different names."""
-    monkeypatch.setattr(build, "processor_vendor", lambda: vendor)
-    monkeypatch.setattr(build, "processor_family", lambda: family)
-    for name in build.INSTRUCTION_SETS:
-        flags = build.compiler_flags(name)
-        assert (build.PREFETCH_FIRST[0] in flags) == first
-        without = tuple(flag for flag in flags if flag not in build.PREFETCH_FIRST)
-        assert (build._key(flags) != build._key(without)) == first
+        native.Library(build.opened(build.compiler_flags(selection.instruction_sets()[0])).library)
 
 
 @needs_kernels
 def test_a_slower_instruction_set(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best = build.instruction_sets()[0]
+    sets = recipe.INSTRUCTION_SETS
+    best = selection.instruction_sets()[0]
     if best == "avx2":
-        pytest.skip("this processor has no better form than AVX2")
-    monkeypatch.setitem(
-        build.INSTRUCTION_SETS, best, (build.INSTRUCTION_SETS[best][0], ("-DNOT_A_HEADER", "-include", NO_HEADER))
-    )
+        pytest.skip("this processor has nothing better than AVX2")
+    monkeypatch.setitem(sets, best, (sets[best][0], (*sets[best][1], "-include", NO_HEADER)))
     kernels, found = native.library(), native.shortfall()
     assert kernels is not None
     assert kernels.instruction_set != best
     assert f"instead of {best}" in found.why
     assert NO_HEADER in found.why
     assert not found.accepted
-    monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
+    monkeypatch.setenv("ANABRANCH_KERNELS", best)
+    native.forget()
+    with pytest.raises(InputError, match=rf"ANABRANCH_KERNELS is {best}, but compiling them failed.*{NO_HEADER}"):
+        native.library()
+    monkeypatch.setenv("ANABRANCH_KERNELS", "avx2")
     native.forget()
     found = native.shortfall()
     assert found.accepted
-    assert found.why == "ANABRANCH_NATIVE is avx2"
+    assert found.why == "ANABRANCH_KERNELS is avx2"
+
+
+@pytest.fixture
+def wheel(compiled: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library of a package that has one, which is for AVX2."""
+    monkeypatch.setenv("ANABRANCH_KERNELS", "avx2")
+    recipe.PACKED.mkdir()
+    key = recipe.key_of(build.compiler_flags("avx2"))
+    path = recipe.PACKED / f"kernels-avx2-{key}-{hashlib.sha256(compiled.read_bytes()).hexdigest()}.so"
+    shutil.copy(compiled, path)
+    return path
+
+
+@needs_kernels
+def test_a_library_of_the_wheel(wheel: Path, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It needs no compiler and writes nothing, whoever else may write the folder."""
+    no_compiler(monkeypatch, tmp_path)
+    wheel.parent.chmod(0o777)
+    assert native.library().instruction_set == "avx2"
+    assert native.packed()
+    assert not (home / "native").exists()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is damaged; reinstall anabranch"),
+        (lambda path: path.write_bytes(b""), "is damaged; reinstall anabranch"),
+        (lambda path: replace_by_a_folder(path), "cannot be read: Is a directory; reinstall anabranch"),
+        (lambda path: rename(path, b"no library"), "their products are wrong on this processor"),
+        (lambda path: path.rename(path.with_name(path.name.replace("-avx2-", "-avx2-0"))), "there is no C"),
+    ],
+    ids=["truncated", "empty", "a folder", "not a library", "of other sources"],
+)
+def test_a_library_of_the_wheel_that_cannot_be_used(
+    spoil: Callable[[Path], object], why: str, wheel: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One sentence without a compiler; with one it is compiled, and nothing is said."""
+    spoil(wheel)
+    with monkeypatch.context() as patch:
+        no_compiler(patch, tmp_path)
+        with pytest.raises(InputError, match=f"ANABRANCH_KERNELS is avx2, but .*{why}"):
+            native.library()
+    assert native.library().instruction_set == "avx2"
+    assert not native.packed()
+    assert native.shortfall().accepted
+
+
+@needs_kernels
+def test_processes_that_use_the_wheel_at_once(wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_compiler(monkeypatch, tmp_path)
+    code = "from pathlib import Path\nfrom anabranch.native import build, library, recipe\n"
+    code += f"recipe.PACKED = Path({str(wheel.parent)!r}); build.FLAGS = {build.FLAGS!r}\nassert library.packed()"
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [each.wait(timeout=120) for each in started] == [0, 0]
+
+
+def replace_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def rename(path: Path, content: bytes) -> None:
+    """Another content, whose hash is the one in the name."""
+    path.unlink()
+    stem = path.stem.rpartition("-")[0]
+    path.with_name(f"{stem}-{hashlib.sha256(content).hexdigest()}.so").write_bytes(content)

@@ -18,53 +18,56 @@ import torch
 
 from anabranch.errors import InputError
 from anabranch.model.native_linear import NativeLinear
-from anabranch.native import build
+from anabranch.native import build, features, recipe, selection
 from anabranch.native import library as native
 from anabranch.native.arguments import STORED_TYPES
-from anabranch.support.processor import processor_flags, processor_vendor
+from anabranch.native.features import Processor
 
 HEADER, SCALAR = Path(__file__).with_name("pretended_tiles.h"), Path(__file__).with_name("scalar.h")
-TILES = build.INSTRUCTION_SETS["amx"][1][0]
+SETS = recipe.INSTRUCTION_SETS
+HERE = features.processor().features
 
 needs_avx512 = pytest.mark.skipif(
-    native.library() is None or "avx512" not in build.instruction_sets(), reason="this processor has no AVX-512"
+    native.library() is None or "avx512" not in selection.instruction_sets(), reason="this processor has no AVX-512"
 )
 FASTER = [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough))]
 SCALAR_FORM = pytest.param("scalar", marks=(test_kernels.needs_kernels, pytest.mark.thorough))
-# bf16 in pairs, or as floats: what this processor does not take
-PAIRS = pytest.param(
-    "avx512",
-    marks=(
-        needs_avx512,
-        pytest.mark.skipif("avx512_bf16" not in processor_flags(), reason="this processor has no AVX512_BF16"),
-        pytest.mark.thorough,
-    ),
-)
-# AVX2 with the integer products of processors before AVX-VNNI
-PLAIN_AVX2 = pytest.param(
-    "avx2 -mno-avxvnni",
-    marks=(
-        test_kernels.needs_kernels,
-        pytest.mark.skipif("avx_vnni" not in processor_flags(), reason="this processor has no AVX-VNNI"),
-        pytest.mark.thorough,
-    ),
-)
-in_every_other_form = pytest.mark.parametrize("other", [*FASTER, SCALAR_FORM, PAIRS, PLAIN_AVX2], indirect=True)
+# what this processor would not take: without integer products, without pairs of bf16, or with them
+SLOWER = [
+    pytest.param(
+        name,
+        marks=(
+            test_kernels.needs_kernels,
+            pytest.mark.skipif(not SETS[name][0] <= HERE, reason="this processor lacks its instructions"),
+            pytest.mark.thorough,
+        ),
+    )
+    for name in ("avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
+]
+in_every_other_form = pytest.mark.parametrize("other", [*FASTER, SCALAR_FORM, *SLOWER], indirect=True)
 in_every_faster_form = pytest.mark.parametrize("other", FASTER, indirect=True)
+
+
+def pretended(*flags: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """AMX for this processor, whose tiles are in plain C++."""
+    own = recipe.machine_flags(HERE & SETS["avx512_bf16"][0])
+    return frozenset(), (*own, *(flag for flag in SETS["amx"][1] if flag.startswith("-D")), *flags)
 
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The kernels in another form, AMX's with pretended tiles: an instruction set, and more compiler flags."""
-    name, *flags = request.param.split()
+    """The kernels in another form, AMX's with pretended tiles: an instruction set."""
+    name = request.param
     digest = f"-DPRETENDED={zlib.crc32(HEADER.read_bytes() + SCALAR.read_bytes())}"  # another header, another library
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.INSTRUCTION_SETS, "scalar", (frozenset(), (f'-DANABRANCH_SIMD="{SCALAR}"', digest)))
-        patch.setitem(build.INSTRUCTION_SETS, "amx", (frozenset(), (TILES, "-O1", "-include", str(HEADER), digest)))
-        needed, own = build.INSTRUCTION_SETS[name]
-        patch.setitem(build.INSTRUCTION_SETS, name, (needed, (*own, *flags)))
-        patch.setattr(build, "instruction_sets", lambda: [name])
-        patch.setattr(build, "processor_vendor", lambda: "" if processor_vendor() == "GenuineIntel" else "GenuineIntel")
+        scalar = (
+            *recipe.machine_flags(SETS["avx2"][0]),
+            f'-DANABRANCH_SIMD="{SCALAR}"',
+            '-DANABRANCH_KERNELS="scalar"',
+        )
+        patch.setitem(SETS, "scalar", (frozenset(), (*scalar, digest)))
+        patch.setitem(SETS, "amx", pretended("-O1", "-include", str(HEADER), digest))
+        patch.setattr(selection, "instruction_sets", lambda: [name])
         patch.setattr(test_kernels, "MODELS", {})
         native.forget()
         library = native.library()
@@ -142,7 +145,7 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(64, 1536).bfloat16(), torch.randn(4, 1536).bfloat16()
     inside = NativeLinear(weight, None, wide=True)(x)
     native.forget()
-    monkeypatch.setattr(build, "instruction_sets", lambda: ["avx512"])
+    monkeypatch.setattr(selection, "instruction_sets", lambda: ["avx512"])
     outside = NativeLinear(weight, None, wide=True)(x)
     torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-3)
     assert not torch.equal(inside, outside)
@@ -164,36 +167,57 @@ def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # compiled sooner
     broken = tmp_path / "broken.h"
     broken.write_text(f'#include "{HEADER}"\n{flaw}\n')
-    flags = (TILES, "-include", str(broken))
-    monkeypatch.setitem(build.INSTRUCTION_SETS, "amx", (frozenset(), flags))
-    monkeypatch.setattr(build, "instruction_sets", lambda: ["amx", "avx512"])
+    monkeypatch.setitem(SETS, "amx", pretended("-include", str(broken)))
+    monkeypatch.setattr(selection, "instruction_sets", lambda: ["amx", "avx512"])
     native.forget()
     try:
         library = native.library()
         assert library.instruction_set == "avx512"
         with pytest.raises(build.BuildError):
-            build.opened((*build.FLAGS, *flags))
+            build.opened(build.compiler_flags("amx"))
     finally:
         native.forget()
 
 
 def test_instruction_sets_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor without something, and whoever asks to do without it."""
-    needs = {name: needed for name, (needed, _) in build.INSTRUCTION_SETS.items()}
-    monkeypatch.delenv("ANABRANCH_NATIVE", raising=False)
-    monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"])
-    assert build.instruction_sets() == ["avx2"]
-    monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] - {"fma"})
-    assert build.instruction_sets() == []
-    lacking = build.unfit()
-    assert "fma" in lacking.why
-    monkeypatch.setattr(build, "processor_flags", lambda: needs["avx2"] | needs["amx"])
-    monkeypatch.setenv("ANABRANCH_NATIVE", "avx512")
-    assert build.instruction_sets() == ["avx512", "avx2"]
-    monkeypatch.setenv("ANABRANCH_NATIVE", "avx2")
-    assert build.instruction_sets() == ["avx2"]
-    monkeypatch.setenv("ANABRANCH_NATIVE", "1")
-    assert build.instruction_sets()[-2:] == ["avx512", "avx2"]
-    monkeypatch.setenv("ANABRANCH_NATIVE", "avx1024")
-    with pytest.raises(InputError, match=r"0 \(no native kernels\), 1, or one of amx, avx512, avx2, got 'avx1024'"):
-        build.instruction_sets()
+    """The fastest first; one that is required is taken alone, or refused."""
+
+    def on(*names: str, vendor: str = "AuthenticAMD", without: str = "") -> None:
+        found = frozenset().union(*(SETS[name][0] for name in names)) - {without}
+        monkeypatch.setattr(selection, "processor", lambda: Processor(vendor, found))
+
+    monkeypatch.delenv("ANABRANCH_KERNELS", raising=False)
+    on("avx2")
+    assert selection.instruction_sets() == ["avx2"]
+    on("avx2", without="fma")
+    assert selection.instruction_sets() == []
+    assert "fma" in selection.unfit().why
+    on("avx512_bf16", "avx2_vnni")
+    assert selection.instruction_sets() == ["avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"]
+    on("avx512_bf16", vendor="GenuineIntel")
+    assert selection.instruction_sets() == ["avx512_vnni", "avx512", "avx2"]
+    for name in ("avx512_bf16", "avx2"):
+        monkeypatch.setenv("ANABRANCH_KERNELS", name)
+        assert selection.instruction_sets() == [name]
+        assert selection.shortfall_of(name, {}, "").accepted
+    monkeypatch.setenv("ANABRANCH_KERNELS", "amx")
+    said = "ANABRANCH_KERNELS is amx, but this machine lacks amx_bf16, amx_tile; use one of avx512_bf16, avx512_vnni"
+    with pytest.raises(InputError, match=said):
+        selection.instruction_sets()
+    on("avx2", without="fma")
+    monkeypatch.setenv("ANABRANCH_KERNELS", "avx2")
+    with pytest.raises(InputError, match="this processor lacks fma; unset it"):
+        selection.unfit()
+    monkeypatch.setenv("ANABRANCH_KERNELS", "avx1024")
+    with pytest.raises(InputError, match=r"must be none or one of amx, avx512_bf16, .*, avx2, got 'avx1024'"):
+        selection.instruction_sets()
+
+
+def test_tiles_that_the_system_does_not_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANABRANCH_KERNELS", raising=False)
+    monkeypatch.setattr(selection, "processor", lambda: Processor("GenuineIntel", SETS["amx"][0]))
+    monkeypatch.setattr(selection, "_tiles_granted", lambda: False)
+    assert selection.instruction_sets() == ["avx512_vnni", "avx512", "avx2"]
+    found = selection.shortfall_of("avx512_vnni", {}, "")
+    assert "does not grant AMX tiles" in found.why
+    assert not found.accepted

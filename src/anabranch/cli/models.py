@@ -133,6 +133,7 @@ def _installation(as_json: bool) -> None:
             },
             "Kernels": {
                 "in use": kernels["instruction_set"],
+                "compiled": {"package": "with this package", "here": "on this machine", "": "no"}[kernels["origin"]],
                 **({"why": kernels["why"]} if kernels["why"] else {}),
                 **({"what to do": kernels["advice"]} if kernels["advice"] else {}),
                 "compiler": kernels["compiler"] or "none found",

@@ -30,7 +30,7 @@ from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.methods import AUTO, resolve_spec
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
-from anabranch.native.build import digest
+from anabranch.native.recipe import digest
 from anabranch.support.files import cache_home, write_atomically
 from anabranch.support.jsonfiles import read_json, shown
 from anabranch.support.log import LOGGER, warn

@@ -12,7 +12,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import QuantizedLinear
 from anabranch.model.stored import dtype_name
 from anabranch.native import library as native
-from anabranch.native.build import Shortfall
+from anabranch.native.selection import Shortfall
 from anabranch.support.log import warn
 
 __all__ = ["KernelUse", "kernels_of", "native_for", "near_ties", "products_for", "warn_about_kernels", "why_not_native"]
@@ -20,7 +20,7 @@ __all__ = ["KernelUse", "kernels_of", "native_for", "near_ties", "products_for",
 
 @dataclass(frozen=True)
 class KernelUse:
-    """The kernels that decode a target: ``name`` is "torch" or one of ``build.INSTRUCTION_SETS``.
+    """The kernels that decode a target: ``name`` is "torch" or one of ``recipe.INSTRUCTION_SETS``.
 
     why         why faster ones do not; empty if these are the fastest on this processor
     advice      a remedy for the user; empty if there is none

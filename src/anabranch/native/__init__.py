@@ -1,1 +1,1 @@
-"""A decoder's layers in C++, compiled on first use by the machine's own compiler; see ``interface.cpp``."""
+"""A decoder's layers in C++, compiled for each instruction set when the wheel is built; see ``interface.cpp``."""

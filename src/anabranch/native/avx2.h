@@ -8,7 +8,6 @@
 
 namespace {
 
-constexpr const char* INSTRUCTION_SET = "avx2";
 constexpr int TILE_ROWS = 24;
 constexpr int QUANTIZED_TILE_ROWS = 24;
 constexpr int ACCUMULATORS = 6;

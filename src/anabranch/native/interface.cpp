@@ -1,5 +1,5 @@
 // The C functions of the kernels; library.py calls them. All sources (this one and those of methods) are compiled as one
-// translation unit; see build.py.
+// translation unit; see recipe.py.
 //
 // A small model runs three hundred tiny operations per token, and dispatching them in a framework takes as long as reading
 // the weights. Here a pass is one call without allocations.
@@ -98,8 +98,8 @@ constexpr int32_t LAYOUT[] = {
 
 extern "C" {
 
-// one of INSTRUCTION_SETS in build.py
-const char* anabranch_instruction_set() { return INSTRUCTION_SET; }
+// its name in INSTRUCTION_SETS in recipe.py
+const char* anabranch_instruction_set() { return ANABRANCH_KERNELS; }
 
 // the error message of the calling thread's last failed call
 const char* anabranch_message() { return message; }

@@ -1,9 +1,10 @@
 """Call the compiled kernels on torch tensors.
 
-``library()`` loads them once per process (``build`` finds or compiles them); it is None if they cannot run, and
-``shortfall()`` says why. C functions are called by the methods of ``Library`` and by the bindings of methods with their
-own C++ (``Library.function``), which check every tensor, count and type. Each C function checks its arguments again.
-Invalid calls raise AssertionError; a lack of memory or threads raises DeviceError.
+``library()`` loads them once per process (``selection`` chooses an instruction set, ``build`` finds or compiles its
+library); it is None if they cannot run, and ``shortfall()`` says why. C functions are called by the methods of
+``Library`` and by the bindings of methods with their own C++ (``Library.function``), which check every tensor, count
+and type. Each C function checks its arguments again. Invalid calls raise AssertionError; a lack of memory or threads
+raises DeviceError.
 
 M rows, D width, N outputs.
 """
@@ -22,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import DeviceError, OutOfMemoryError, PerformanceWarning
-from anabranch.native import build
+from anabranch.errors import DeviceError, InputError, OutOfMemoryError, PerformanceWarning
+from anabranch.native import build, selection
 from anabranch.native.arguments import (
     BLOCK,
     KINDS,
@@ -59,6 +60,7 @@ __all__ = [
     "Table",
     "forget",
     "library",
+    "packed",
     "shortfall",
     "why_not",
 ]
@@ -196,13 +198,13 @@ class Library(StoredWeights):
 
     @property
     def instruction_set(self) -> str:
-        """One of ``build.INSTRUCTION_SETS``."""
+        """One of ``recipe.INSTRUCTION_SETS``."""
         return str(self._c.anabranch_instruction_set().decode())
 
     @property
     def expands(self) -> bool:
         """True if compact weights are multiplied faster than bf16 ones; with AVX2, expanding them takes too long."""
-        return self.instruction_set != "avx2"
+        return not self.instruction_set.startswith("avx2")
 
     def pack(
         self, kind: str, weight: Tensor, scale: Tensor | None = None, least: Tensor | None = None
@@ -386,7 +388,8 @@ class Library(StoredWeights):
 @dataclass(frozen=True)
 class _Found:
     library: Library | None
-    shortfall: build.Shortfall | None
+    shortfall: selection.Shortfall | None
+    packed: bool = False
 
 
 class _Finding:
@@ -406,13 +409,18 @@ _found: _Found | None = None
 def library() -> Library | None:
     """The kernels, compiled if necessary; None if they are not available.
 
-    ANABRANCH_NATIVE=0 disables them, and the name of an instruction set limits them to it. Raises InputError for other
-    values.
+    ANABRANCH_KERNELS=none disables them, and the name of an instruction set requires it. Raises InputError for other
+    values, and where the required instruction set cannot be used.
     """
     return _look().library
 
 
-def shortfall() -> build.Shortfall | None:
+def packed() -> bool:
+    """True if the kernels came with the package; False if they were compiled on this machine, or there are none."""
+    return _look().packed
+
+
+def shortfall() -> selection.Shortfall | None:
     """The reason why these kernels, or none, are used; None if they are the fastest that the processor supports."""
     return _look().shortfall
 
@@ -439,17 +447,20 @@ def _look() -> _Found:
 
 
 def _find() -> _Found:
-    if (lacking := build.unfit()) is not None:
+    if (lacking := selection.unfit()) is not None:
         return _Found(None, lacking)
     failures: dict[str, build.BuildError] = {}
-    for name in build.instruction_sets():
+    for name in selection.instruction_sets():
         try:
             opened = build.opened(build.compiler_flags(name))
         except build.BuildError as failed:
             failures[name] = failed
             continue
         LOGGER.info("the native kernels use %s", name)
-        return _Found(Library(opened.library), build.shortfall_of(name, failures, opened.not_kept))
+        lacking = selection.shortfall_of(name, failures, opened.not_kept)
+        return _Found(Library(opened.library), lacking, opened.packed)
     first = next(iter(failures.values()))
+    if selection.forced():
+        raise InputError(f"ANABRANCH_KERNELS is {selection.forced()}, but {first.why}; {first.advice or 'unset it'}")
     LOGGER.info("there are no native kernels: %s", first.why)
-    return _Found(None, build.Shortfall(f"the native kernels are missing: {first.why}", first.advice))
+    return _Found(None, selection.Shortfall(f"the native kernels are missing: {first.why}", first.advice))

@@ -1,12 +1,11 @@
 // The interface of instruction sets, and what they share. The kernels use only these names: a new instruction set needs a
-// new header with everything in this list, an include in vector_math.h, and an entry of INSTRUCTION_SETS in build.py. There are
+// new header with everything in this list, an include in vector_math.h, and an entry of INSTRUCTION_SETS in recipe.py. There are
 // avx512.h and avx2.h; tests/native/scalar.h is one in plain C++.
 //
 // Results of different instruction sets may differ in rounding. Within one, a row's result must not depend on how many rows
 // are computed together: where a function below sums over k, the order of the sum is fixed.
 //
 // ---- constants ----
-//   INSTRUCTION_SET      const char*: its name in INSTRUCTION_SETS (build.py)
 //   TILE_ROWS            rows that share one read of a block of weights in bf16 or float
 //   QUANTIZED_TILE_ROWS  the same for weights in int8 and int4
 //   MATRIX_TILES         bool: bf16 is multiplied in a matrix unit (AMX) where the width is a multiple of 32
@@ -86,6 +85,8 @@
 //       out[i] += sum over j of p[i][j] v[j], j ascending, in ``load_pairs``'s lanes; count is a multiple of PER_LANE<T>
 #pragma once
 
+#include <cpuid.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -103,6 +104,7 @@ constexpr float FLOAT_MAX = std::numeric_limits<float>::max(), MIN_GROUP_MAX = 1
 
 // Prevents inlining a kernel into its caller, whose live values would take registers from it.
 #define NOINLINE __attribute__((noinline))
+#define ALWAYS_INLINE __attribute__((always_inline)) inline
 
 inline bf16 to_bf16(float x) {
   uint32_t u;
@@ -131,11 +133,13 @@ inline void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 // Prefetches weights that ``rows`` rows will be multiplied by. On AMD's family 26 (Zen 5) they go into the first-level cache for
 // any number of rows, which is up to 15 % faster. Elsewhere only for few rows, when memory is the limit: with more it is up to a
 // quarter slower (docs/log.md), since that cache tracks few misses at a time, and the loads of the rows cause misses too.
-#ifdef ANABRANCH_PREFETCH_FIRST  // set by build.py
-inline void prefetch_for(int, const void* p) { prefetch(p); }
-#else
-inline void prefetch_for(int rows, const void* p) { rows <= 2 ? prefetch(p) : prefetch_second(p); }
-#endif
+inline bool is_amd_family_26() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx || !__get_cpuid(1, &a, &b, &c, &d)) return false;
+  return (a >> 8 & 15) + (a >> 20 & 255) == 26;
+}
+const bool PREFETCH_FIRST = is_amd_family_26();
+inline void prefetch_for(int rows, const void* p) { rows <= 2 || PREFETCH_FIRST ? prefetch(p) : prefetch_second(p); }
 
 // Formats of quantised weights
 struct Int8 {};

@@ -15,7 +15,6 @@ from anabranch.support.cgroups import control_groups, lines_of
 
 __all__ = [
     "cgroup_quota",
-    "processor_family",
     "processor_flags",
     "processor_name",
     "processor_vendor",
@@ -41,11 +40,6 @@ def processor_name() -> str:
 def processor_vendor() -> str:
     """The vendor's name as reported by the processor, e.g. "GenuineIntel"; empty if unknown."""
     return _first_processor(_CPUINFO).get("vendor_id", "")
-
-
-def processor_family() -> str:
-    """The family's number, e.g. "25" for AMD's Zen 3 and Zen 4, "26" for Zen 5; empty if unknown."""
-    return _first_processor(_CPUINFO).get("cpu family", "")
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,126 @@
+"""Compile the native kernels into a wheel for x86-64 Linux; hatchling runs this when it builds one.
+
+``ziglang``, a C++ compiler from PyPI, makes one library per instruction set (``native/recipe.py``), which needs glibc
+2.17 or later and no C++ runtime. Elsewhere, and in an editable installation, the wheel has no libraries: a compiler on
+the user's machine makes one on first use, or PyTorch runs the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+NATIVE = Path(__file__).parent / "src" / "anabranch" / "native"
+TARGET = ("-target", "x86_64-linux-gnu.2.17")
+TAG = "py3-none-manylinux_2_17_x86_64"
+
+
+class KernelsHook(BuildHookInterface[Any]):
+    """Adds compiled kernels to a wheel."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the libraries, and tag the wheel for the platform that they run on."""
+        if version == "editable" or not _here():
+            return
+        # kept until ``finalize``: hatchling reads the files after this returns
+        self._folder = tempfile.TemporaryDirectory(prefix="anabranch-kernels-")
+        self.app.display_waiting("compiling the native kernels, about a minute")
+        for path in Compiler(Path(self._folder.name)).libraries():
+            build_data["force_include"][str(path)] = f"anabranch/native/libraries/{path.name}"
+        build_data["pure_python"], build_data["tag"] = False, TAG
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Delete the compiler's files."""
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+
+def _here() -> bool:
+    """True where such a wheel can be installed: elsewhere pip would refuse it."""
+    return (platform.system(), platform.machine()) == ("Linux", "x86_64") and platform.libc_ver()[0] == "glibc"
+
+
+def _recipe() -> ModuleType:
+    """``native/recipe.py`` without the package around it, whose dependencies are not installed here."""
+    spec = importlib.util.spec_from_file_location("recipe", NATIVE / "recipe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Compiler:
+    """The compiler, which works in ``folder`` and leaves nothing elsewhere."""
+
+    def __init__(self, folder: Path) -> None:
+        package = importlib.util.find_spec("ziglang")
+        if package is None or package.origin is None:
+            raise SystemExit(
+                "the package ziglang, which compiles the native kernels, is not installed; build without "
+                "--no-build-isolation, or install it as pyproject.toml pins it"
+            )
+        self.zig, self.folder, self.recipe = str(Path(package.origin).with_name("zig")), folder, _recipe()
+        cache = str(folder / "cache")
+        self.environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
+
+    def libraries(self) -> list[Path]:
+        """One library per instruction set, and the one that asks the processor for its features."""
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            # The first link compiles the C++ runtime, for any x86-64 processor. It takes longest, so it starts first.
+            runtime = pool.submit(self._link, self._object("empty", ("-O3",), ("-x", "c++", os.devnull)), "empty")
+            probe = pool.submit(self._probe)
+            objects = {name: pool.submit(self._kernels, name) for name in self.recipe.INSTRUCTION_SETS}
+            runtime.result()
+            linked = {name: pool.submit(self._link, made.result(), name) for name, made in objects.items()}
+            made = [self._named(of.result(), f"kernels-{name}-{self._key(name)}") for name, of in linked.items()]
+            return [*made, self._named(probe.result(), f"processor-{self.recipe.probe_key()}")]
+
+    def _flags(self, name: str) -> tuple[str, ...]:
+        return (*self.recipe.FLAGS, *self.recipe.INSTRUCTION_SETS[name][1])
+
+    def _key(self, name: str) -> str:
+        return str(self.recipe.key_of(self._flags(name)))
+
+    def _kernels(self, name: str) -> Path:
+        # Clang calls registers of 512 bits a feature of its own, which Zig turns off unless it is named
+        wide = ("-mevex512",) if "-mavx512f" in self._flags(name) else ()
+        return self._object(name, (*self._flags(name), *wide), tuple(self.recipe.translation_unit()))
+
+    def _object(self, name: str, flags: tuple[str, ...], sources: tuple[str, ...]) -> Path:
+        made = self.folder / f"{name}.o"
+        self._run("c++", *flags, "-c", "-o", str(made), *sources)
+        return made
+
+    def _link(self, made: Path, name: str) -> Path:
+        # -s: symbols of the C++ runtime and of the kernels are of no use without a debugger
+        library = self.folder / f"{name}.so"
+        self._run("c++", "-O3", *self.recipe.LINK, "-s", "-Wl,--gc-sections", "-o", str(library), str(made))
+        return library
+
+    def _probe(self) -> Path:
+        library = self.folder / "processor.so"
+        self._run("cc", "-O2", "-shared", "-fPIC", "-s", "-o", str(library), str(self.recipe.PROBE))
+        return library
+
+    def _run(self, language: str, *words: str) -> None:
+        command = [self.zig, language, *TARGET, *words]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"compiling the native kernels failed: {' '.join(command)}\n{done.stderr}")
+
+    def _named(self, library: Path, stem: str) -> Path:
+        """Rename a library so that its name tells its content."""
+        return library.rename(library.with_name(f"{stem}-{hashlib.sha256(library.read_bytes()).hexdigest()}.so"))

@@ -1,0 +1,92 @@
+"""The sources of the kernels, and the compiler flags of each instruction set.
+
+It imports only the standard library: the package's build (``hatch_build.py``) loads it by itself. All C++ files of this
+folder and of each method's folder (``methods/NAME/*.cpp``) are compiled as one translation unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = [
+    "FLAGS",
+    "INSTRUCTION_SETS",
+    "LINK",
+    "PACKAGE",
+    "PACKED",
+    "PROBE",
+    "digest",
+    "key_of",
+    "machine_flags",
+    "probe_key",
+    "sources",
+    "translation_unit",
+]
+
+PACKAGE = Path(__file__).resolve().parents[1]
+EXPORTS = PACKAGE / "native" / "exports.map"
+PROBE = PACKAGE / "native" / "processor.c"
+PACKED = PACKAGE / "native" / "libraries"  # the libraries of a wheel, named kernels-NAME-KEY-SHA256.so
+# without errno, sqrt is one instruction; a product and a sum are fused only where the sources say so
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-pthread")
+# A C++ runtime that is linked into a library stays private to it: torch brings another one.
+LINK = ("-shared", "-pthread", f"-Wl,--version-script={EXPORTS}")
+
+AVX2 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma"))
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+VNNI = AVX512 | {"avx512_vnni"}
+BF16 = VNNI | {"avx512_bf16"}
+# GCC's and Clang's names of processor features, where they are not Linux's without underscores
+OPTIONS = {"amx_bf16": "amx-bf16", "amx_tile": "amx-tile", "bmi1": "bmi"}
+
+
+def machine_flags(features: Iterable[str]) -> tuple[str, ...]:
+    """The compiler flags for processor features, as Linux names them."""
+    return tuple(f"-m{OPTIONS.get(each, each.replace('_', ''))}" for each in sorted(features))
+
+
+def _named(name: str, features: frozenset[str], *macros: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    return features, (*machine_flags(features), *(f"-DANABRANCH_{macro}" for macro in (*macros, f'KERNELS="{name}"')))
+
+
+# Processor features that each instruction set requires, and its compiler flags; the fastest first. Bf16 is multiplied
+# in pairs with PAIRS (AVX512_BF16), and in AMX tiles with TILES.
+INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx": _named("amx", BF16 | {"amx_tile", "amx_bf16"}, "TILES"),
+    "avx512_bf16": _named("avx512_bf16", BF16, "PAIRS"),
+    "avx512_vnni": _named("avx512_vnni", VNNI),
+    "avx512": _named("avx512", AVX512),
+    "avx2_vnni": _named("avx2_vnni", AVX2 | {"avx_vnni"}, "AVX2"),
+    "avx2": _named("avx2", AVX2, "AVX2"),
+}
+
+
+def sources(kind: str = "cpp") -> list[Path]:
+    """The files of this kind, "cpp" or "h": those of this folder, then those of each method."""
+    return [*sorted(PACKAGE.glob(f"native/*.{kind}")), *sorted(PACKAGE.glob(f"methods/*/*.{kind}"))]
+
+
+def translation_unit() -> list[str]:
+    """The compiler's arguments that name all sources, as one translation unit."""
+    included = [word for path in sources() for word in ("-include", str(path))]
+    return ["-I", str(PACKAGE / "native"), *included, "-x", "c++", os.devnull]
+
+
+def digest() -> str:
+    """A digest of all sources, which identifies the kernels of a measurement."""
+    files = [*sources(), *sources("h")]
+    texts = [(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in files]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+
+
+def key_of(*parts: object) -> str:
+    """A hash of all sources and of ``parts`` (flags, the processor), which is in a library's file name."""
+    return hashlib.sha256(repr((digest(), *parts)).encode()).hexdigest()[:16]
+
+
+def probe_key() -> str:
+    """The same for the library that asks the processor for its features."""
+    return hashlib.sha256(PROBE.read_bytes()).hexdigest()[:16]
