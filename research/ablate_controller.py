@@ -56,6 +56,7 @@ KINDS = (
 
 
 BY_NAME = {kind.name: kind for kind in KINDS}
+YIELD = "yield"  # no constant: whether plans are corrected by what steps yielded
 
 
 class Simulated(NoDrafter):
@@ -72,8 +73,9 @@ def decode(
 ) -> float:
     """Tokens per millisecond of texts, ``rows`` at a time; ``mode`` 0 decodes plainly.
 
-    changing  texts of 512 tokens instead of 128, whose ease changes every 128 tokens, on a machine on which drafts
-              take five times as long during 60 of 600 steps
+    changing  texts of 512 tokens instead of 128, whose ease changes every 128 tokens, on a machine that interrupts a
+              step in 250 for 40 times its length, not 5, and on which drafts take five times as long during 60 of 600
+              steps
     """
     truth, noise = StepCosts.parse(table), np.random.default_rng(seed)
     made = Controller(Costs(PassCosts(StepCosts.parse("1:1/8:1.2/12:1.5/24:2.6"), busy=True)), ragged=True)
@@ -111,7 +113,9 @@ def decode(
             for tree, share in zip(trees, shares, strict=True)
         ]
         nodes = sum(tree.size for tree in trees)
-        slow = math.exp(0.03 * noise.standard_normal()) * (5.0 if noise.random() < 0.004 else 1.0)
+        slow = math.exp(0.03 * noise.standard_normal()) * (
+            (40.0 if changing else 5.0) if noise.random() < 0.004 else 1.0
+        )
         passed = slow * float(truth(np.array(nodes)))
         # rows share part of a draft's cost, as they share a pass
         drafts = plain * rows**0.8 * (kind.fixed.get(plan.mode, 0.0) + kind.node * plan.nodes * (plan.mode > 1))
@@ -127,7 +131,9 @@ def decode(
 @contextmanager
 def changed(constant: str, value: Any) -> Iterator[None]:
     """The modules of ``control`` with another value of a constant."""
-    modules = [module for module in (controller, costs, choice) if hasattr(module, constant)]
+    modules: list[Any] = [module for module in (controller, costs, choice) if hasattr(module, constant)]
+    if constant == YIELD:
+        modules, constant = [controller.Plan], "rate"
     before = getattr(modules[0], constant)
     for module in modules:
         setattr(module, constant, value)
@@ -140,10 +146,11 @@ def changed(constant: str, value: Any) -> Iterator[None]:
 
 def variants() -> dict[str, dict[str, Any]]:
     """Of each constant, the values to try by name: the neutral one first."""
-    flat = (0.3,) * len(controller.PRIOR)
+    steep = tuple(0.55 * 0.82**k for k in range(len(controller.PRIOR)))
     return {
+        YIELD: {"off": property(lambda plan: plan.tokens / plan.ms)},
         "BUDGETS": {"all": tuple(range(2, 65)), "two": (4, 16)},
-        "PRIOR": {"flat": flat},
+        "PRIOR": {"steep": steep},
         "RATE": {"never": 0.0, "half": controller.RATE / 2, "twice": controller.RATE * 2},
         "MEMORY": {"forever": 1e9, "half": controller.MEMORY / 2, "twice": controller.MEMORY * 2},
         "PERIOD": {"1": 1, "half": controller.PERIOD // 2, "twice": controller.PERIOD * 2},

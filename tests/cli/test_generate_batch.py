@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +103,20 @@ def test_it_continues_after_an_interruption(
 
 def test_standard_input_and_output(anabranch: Anabranch, where: list[object]) -> None:
     done = anabranch("generate", *where, "--prompts", "-", "--out", "-", "-n", 3, stdin='{"prompt": "the"}\n')
+    assert (done.code, json.loads(done.out)["id"]) == (0, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_prompts_from_a_pipe(
+    anabranch: Anabranch, where: list[object], tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(pack(b'{"prompt": "the"}\n'),))
+    writer.start()
+    done = anabranch("generate", *where, "--prompts", pipe, "-n", 3)
+    writer.join()
     assert (done.code, json.loads(done.out)["id"]) == (0, 1)
 
 

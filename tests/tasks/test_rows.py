@@ -121,6 +121,8 @@ def test_rows_of_prompt_and_completion_or_messages_need_no_template(tmp_path: Pa
 
 
 def test_a_metric_that_needs_a_field_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"none\.jsonl has no rows"):
+        find_task(str(write(tmp_path / "none.jsonl", [])))
     path = write(tmp_path / "t.jsonl", [{"a": "x", "b": "y"}])
     with pytest.raises(FileError, match=r"row 1 of .* has no field 'context'; .* leave out the metric that needs it"):
         rows_of(own(path, metrics=["execution"]), "all")

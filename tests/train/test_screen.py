@@ -84,7 +84,7 @@ RECORD: dict[str, Any] = {
 LOG = [
     {"step": n, "loss": 2.0, "accuracy": [0.7], "evaluation": {"tree": 1 + n / 10_000}} for n in (4_000, 8_000, 12_000)
 ]
-SPEEDS = {"none": 101.1, "4 nodes": 150.3, "8 nodes": 160.4, "tree": 155.5}
+SPEEDS = {"none": 101.1, "auto": 160.4}
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -92,21 +92,22 @@ def test_the_end_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    found = json.loads(json.dumps(summary(RECORD, LOG, SPEEDS, {}, model="a model", out=Path("d"))))
+    found = json.loads(json.dumps(summary(RECORD, LOG, SPEEDS, model="a model", out=Path("d"))))
     show(RECORD, found, Path("d"))
     said = capsys.readouterr().out
     assert all(cell_len(line) <= columns for line in said.splitlines()[:-1])
-    assert re.search(r"8 nodes +2\.10 +160\.4  fastest", said)
+    assert re.search(r"8 nodes +2\.10\n", said)
+    assert "160.4 tokens/s (auto), plain 101.1: 1.59 times" in said
     assert "▁▅█  1.40 at step 4,000, 2.20 at step 12,000" in said
     assert "still rising (+0.40 in the last third): new completions" in " ".join(said.split())
     assert said.endswith("Use it: anabranch generate \"...\" --model 'a model' --adapter d\n")
 
 
 def test_without_speeds_and_without_held_out_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    show(RECORD, summary(RECORD, LOG, {}, {}, model="default", out=Path("d")), Path("d"))
+    show(RECORD, summary(RECORD, LOG, {}, model="default", out=Path("d")), Path("d"))
     assert "tokens/s" not in capsys.readouterr().out
     bare = RECORD | {"measured": {}}
-    show(bare, summary(bare, [], {}, {}, model="default", out=Path("d")), Path("d"))
+    show(bare, summary(bare, [], {}, model="default", out=Path("d")), Path("d"))
     assert capsys.readouterr().out.endswith('Use it: anabranch generate "..." --adapter d\n')
 
 

@@ -70,11 +70,11 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     run = record.pop("run")
     assert run["command"] == f'anabranch generate "..." --adapter {folder}'
     assert set(run["predicted"]) == {"none", "chain", "4 nodes", "8 nodes", "tree", "tree without conditioning"}
-    assert run["predicted"]["none"] == {"tokens_per_pass": 1.0}
-    assert run["predicted"]["tree"] == {"tokens_per_pass": record["measured"][LENGTH]["tree"]}
+    assert run["predicted"]["none"] == 1.0
+    assert run["predicted"]["tree"] == record["measured"][LENGTH]["tree"]
     steps, lengths = zip(*run["curve"], strict=True)
     assert steps[-1] == record["training"]["steps"]
-    assert lengths[-1] == run["predicted"]["tree"]["tokens_per_pass"]
+    assert lengths[-1] == run["predicted"]["tree"]
     assert run["next"]
     assert record["training"]["seconds"] >= 0
     assert len(record["training"]["data_sha256"]) == 64
@@ -114,15 +114,12 @@ def test_the_end_of_a_training_with_speeds_and_a_figure(written: Path, tmp_path:
     arguments = ("streams", "--answers", written, "--out", folder, *SMALL[:-1], "--figure", figure, "--warmup", 0)
     result = call(*arguments, "--evaluate-every", 1)
     assert result.exit_code == 0, result.output
-    assert "tokens/s here" in result.stdout
     assert result.stdout.count(" nodes  ") == 2
-    assert result.stdout.count("fastest") == 1
     assert "Measured, one prompt at a time:" in result.stdout
     assert " tokens/s (auto), plain " in result.stdout
     assert "Held-out mean acceptance length (16 nodes) by step:" in result.stdout
     assert "{" not in result.output, "no JSON for people"
     assert figure.read_text(encoding="utf-8").count("</svg>") == 1
-    assert "round 3 of 3" not in result.stdout
     refused = call(*arguments)
     assert isinstance(refused.exception, FileError)
     assert "curve.svg exists already" in str(refused.exception)

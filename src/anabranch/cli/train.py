@@ -239,17 +239,16 @@ def _train_method(command: str, config: MethodTrainConfig, given: dict[str, Any]
         target, shown = stored_target(run.target), run.shown
         shown.keep()
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
-        speeds, timings, decoded = {}, {}, {}
+        speeds, decoded = {}, {}
         tuned = record["target"]["fingerprint"] != target.fingerprint  # training made a target of its own
         if timed and run.held_out and not tuned:
-            speeds = train_result.predicted_speeds(target, record, config.out, run.examples, shown)
-            timings = measured_speeds(target, config.out, run.own or run.held_out, shown)
+            speeds = measured_speeds(target, config.out, run.own or run.held_out, shown)
         elif timed and run.held_out:
             own_model = replace(config.loading, model=str(config.out / "model"), adapters=(config.out,), lora=None)
             decoded = measured_tuning(config.loading, own_model, (PLAIN, AUTO), run.held_out, shown)
     log = read_log(config.out / "training")
     summary = train_result.summary(
-        *(record, log, speeds, timings),
+        *(record, log, speeds),
         model=str(config.out / "model") if tuned else config.loading.model,
         lora=None if tuned else config.loading.lora,
         out=config.out,

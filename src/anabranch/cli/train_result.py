@@ -8,28 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.cli.screen import Screen, clock
+from anabranch.cli.screen import clock
 
 if TYPE_CHECKING:
     from anabranch.cli.train_measure import Decoded
     from anabranch.model.load import Target
-    from anabranch.train import Example
     from anabranch.train.advice import Curve
 
-__all__ = ["predicted_speeds", "show", "show_lora", "sparkline", "summary", "timing_pays"]
+__all__ = ["show", "show_lora", "sparkline", "summary", "timing_pays"]
 
 BARS = "▁▂▃▄▅▆▇█"
-CONTEXT = 128  # prompt tokens in the cache while steps are timed
 QUALITY = "next token"  # ``methods.tuning.QUALITY``
 PLAIN = "none"  # plain decoding
-ROUNDS, STEPS = 2, 2  # of timing: a few seconds for the default model
 TIMED = 500e6  # parameters; larger models are timed on a CPU only on request
-
-Rows = dict[str, dict[str, float]]
 
 
 def timing_pays(target: Target) -> bool:
-    """True if timing steps takes seconds rather than minutes."""
+    """True if decoding a few prompts takes seconds rather than minutes."""
     on_gpu = target.decoder.device.type != "cpu"
     return on_gpu or sum(weight.numel() for weight in target.decoder.parameters()) < TIMED
 
@@ -38,7 +33,6 @@ def summary(
     record: Mapping[str, Any],
     log: Sequence[Mapping[str, Any]],
     speeds: Mapping[str, float],
-    measured_speeds: Mapping[str, float],
     *,
     model: str,
     lora: Path | None = None,
@@ -48,10 +42,9 @@ def summary(
 ) -> dict[str, Any]:
     """The result for ``show`` and --json: curve, table, what to try next, and the command to use the adapter.
 
-    speeds           predicted tokens/s by draft
-    measured_speeds  measured tokens/s by drafter
-    decoded          what the untuned and the tuned model made of held-out prompts, if the target was tuned
-    task             options of ``bench`` for the test rows of the application that was learned
+    speeds   measured tokens/s by drafter
+    decoded  what the untuned and the tuned model made of held-out prompts, if the target was tuned
+    task     options of ``bench`` for the test rows of the application that was learned
     """
     from anabranch.train.advice import curve_of, more_data, next_steps, scaling_of
 
@@ -61,17 +54,14 @@ def summary(
     shares: Mapping[str, Any] = next((each for name, each in measured.items() if name.startswith("accuracy by ")), {})
     top = shares.get("best token", [None])[0]
     trained = log[-1].get("accuracy", [None])[0] if log else None
-    rows: Rows = {}
-    for spec, length in predicted_lengths(record).items():
-        rows[spec] = {"tokens_per_pass": length} | ({"tokens_per_second": speeds[spec]} if spec in speeds else {})
     where = [] if model == "default" else ["--model", model]
     where += [] if lora is None else ["--lora", str(lora)]
     scaling = scaling_of(curve, record["training"])
     advice = next_steps(curve, accuracy=trained, held_out_accuracy=top, speeds=speeds) if measured else []
     return {
         "curve": [list(point) for point in curve],
-        "predicted": rows,
-        "measured": dict(measured_speeds),
+        "predicted": predicted_lengths(record),
+        "measured": dict(speeds),
         "quality": quality_rows(measured.get(QUALITY, {}), decoded or {}),
         "seconds_per_100k": per_100k(record["training"]),
         "scaling": None if scaling is None else {**asdict(scaling), "doubling": scaling.doubling},
@@ -108,41 +98,6 @@ def predicted_lengths(record: Mapping[str, Any]) -> dict[str, float]:
     lengths = record["measured"].get("predicted mean acceptance length", {})
     values = {name: float(value) for name, value in lengths.items() if isinstance(value, int | float)}
     return {PLAIN: 1.0, **dict(sorted(values.items(), key=lambda item: item[1]))} if values else {}
-
-
-def predicted_speeds(
-    target: Target, record: Mapping[str, Any], out: Path, examples: Sequence[Example], screen: Screen
-) -> dict[str, float]:
-    """Predicted tokens/s while decoding, for drafts of known size: lengths divided by measured step times."""
-    from anabranch.adapters.folder import load_adapter
-    from anabranch.methods import make_drafter
-    from anabranch.model.pack import pack_decoder
-    from anabranch.tune.timing import measure_times
-
-    adapter = load_adapter(out, target)
-    pack_decoder(target.decoder)
-    prompts = sorted((example.prompt_ids for example in examples), key=len)
-    prompt = prompts[len(prompts) // 2][-CONTEXT:]
-    drafter = make_drafter(adapter.method.name, target.decoder, adapter.module)
-    drafters = {PLAIN: make_drafter(PLAIN, target.decoder), "drafted": drafter}
-
-    def report(what: str, done: int, total: int) -> None:
-        line = f"timing steps for the predicted tokens/s, round {done + 1} of {total}"
-        screen.show(line, "(--no-timing skips this)", plain=line)
-
-    measured = measure_times(target.decoder, drafters, prompt, rounds=ROUNDS, steps=STEPS, report=report)
-    speeds = {}
-    for name, length in predicted_lengths(record).items():
-        words = name.split()
-        nodes = drafter.max_nodes if name == "tree" else int(words[0]) if words[0].isdigit() else None
-        if name == PLAIN:
-            ms = measured.groups[PLAIN].step_ms(1, 0, 0)
-        elif nodes is not None:
-            ms = measured.groups["drafted"].step_ms(nodes, nodes, drafter.depth_of(nodes))
-        else:
-            continue
-        speeds[name] = round(1e3 * length / ms, 1)
-    return speeds
 
 
 def show(record: Mapping[str, Any], summary: Mapping[str, Any], out: Path) -> None:
@@ -238,22 +193,13 @@ def _speedup(speeds: Mapping[str, float]) -> str:
     return f"{speeds[drafted[0]]:.1f} tokens/s ({drafted[0]}), plain {speeds[PLAIN]:.1f}: {ratio:.2f} times"
 
 
-def _table(rows: Rows) -> Any:
+def _table(lengths: Mapping[str, float]) -> Any:
     from rich.table import Table
 
-    timed = any("tokens_per_second" in row for row in rows.values())
-    best = max(rows, key=lambda spec: rows[spec].get("tokens_per_second", 0.0)) if timed else None
     table = Table("draft", box=None, pad_edge=False)
     table.add_column("mean acceptance\nlength", justify="right")
-    if timed:
-        table.add_column("tokens/s here", justify="right")
-        table.add_column("")
-    for spec, row in rows.items():
-        cells = [spec, f"{row['tokens_per_pass']:.2f}"]
-        if timed:
-            speed = row.get("tokens_per_second")
-            cells += ["" if speed is None else f"{speed:.1f}", "fastest" if spec == best else ""]
-        table.add_row(*cells)
+    for spec, length in lengths.items():
+        table.add_row(spec, f"{length:.2f}")
     return table
 
 

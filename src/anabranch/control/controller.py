@@ -35,7 +35,7 @@ from anabranch.tree import DraftTree
 __all__ = ["Controller", "DraftStats", "Plan", "best_count"]
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
-PRIOR = tuple(0.55 * 0.82**k for k in range(BUDGETS[-1] - 1))  # acceptance by rank before any draft was seen
+PRIOR = (0.3,) * (BUDGETS[-1] - 1)  # acceptance by rank before any draft was seen; any shape is as good
 MEMORY = 1000.0  # tokens after which a comparison of yields with plans counts a third
 PERIOD = 4  # steps for which a plan is kept while the batch stays the same
 NEAR = 0.85  # times the best rate that a mode has to be expected to reach to be tried again

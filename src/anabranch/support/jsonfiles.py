@@ -143,8 +143,10 @@ def read_json(path: Path, advice: str, *, error: type[FileError] = FileError) ->
 def open_text(path: Path, newline: str | None = None) -> TextIO:
     """Open a UTF-8 text file, gzipped or not. Raises FileError for any other kind of file, by its first bytes."""
     with path.open("rb") as file:
-        packed = file.read(2) == GZIP
-    opened: Any = (gzip.open if packed else open)(path, "rb")
+        whole = None if file.seekable() else file.read()  # a pipe can be read only once
+        packed = (file.read(2) if whole is None else whole[:2]) == GZIP
+    source: Any = path if whole is None else io.BytesIO(whole)
+    opened: Any = source if whole is not None and not packed else (gzip.open if packed else open)(source, "rb")
     try:
         first = opened.read(512)
         opened.seek(0)

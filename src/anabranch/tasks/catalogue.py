@@ -88,7 +88,9 @@ def _shape_of(path: Path, template: str | None, completion: str | None) -> tuple
     """The template and the field of the completion of a file; by its first row if they are not given."""
     if template is not None and completion is not None:
         return Template(template), completion
-    _, first = next(read_rows(path), (0, {}))
+    _, first = next(read_rows(path), (0, None))
+    if first is None:
+        raise FileError(f"{path} has no rows")
     if template is None and completion is None and "messages" in first:
         return Conversation(), "messages"
     missing = []

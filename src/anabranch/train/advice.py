@@ -135,7 +135,7 @@ def next_steps(
     """Advise on the next training, one sentence each, from the curve of held-out acceptance.
 
     accuracy, held_out_accuracy  of the first predictor on the training text (the last steps) and on held-out examples
-    speeds                       predicted tokens/s by drafter, plain decoding as "none"
+    speeds                       measured tokens/s by drafter, plain decoding as "none"
     """
     sentences = []
     if len(curve) < 3:
@@ -155,7 +155,7 @@ def next_steps(
         else:
             sentences.append("flat in the last third: a larger adapter; more layers first, then higher ranks")
     if speeds and max(speeds, key=lambda name: speeds[name]) == "none":
-        sentences.append("plain decoding is predicted to be faster here: raise the mean acceptance length first")
+        sentences.append("plain decoding is faster here: raise the mean acceptance length first")
     return sentences
 
 
