@@ -185,47 +185,28 @@ inline void multiply_tile(int count, const P* x, int64_t stride, const P* block,
       }
 }
 
-inline float from_half(const uint8_t* p) {
-  _Float16 x;
-  std::memcpy(&x, p, 2);
-  return static_cast<float>(x);
-}
-
-// the stored value of output j and index k of a group
-inline int stored(Int8, const uint8_t* group, int j, int k) { return group[k / 4 * 128 + 4 * j + k % 4] - 128; }
-inline int stored(Int4, const uint8_t* group, int j, int k) {
-  return group[k / 8 * 128 + 4 * j + k % 4] >> (k % 8 / 4 * 4) & 15;
-}
-
 template <class W, int LINES>
 inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char*,
                           Sums& acc) {
   const int groups = width / BLOCK;
   for (int m = 0; m < count; ++m)
     for (int j = 0; j < BLOCK; ++j) {
-      float total = 0.0f;
+      float total = 0.0f, scale;
       for (int g = 0; g < groups; ++g) {
         const QuantizedGroup& row = x[m * stride + g];
-        const uint8_t* group = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
-        int products = 0, values = 0;
-        for (int k = 0; k < BLOCK; ++k) products += row.value[k] * stored(W{}, group, j, k), values += row.value[k];
-        if (std::is_same<W, Int4>::value) {
-          const float scale = from_half(group + 512 + 2 * j), minimum = from_half(group + 576 + 2 * j);
-          total += row.scale * (scale * static_cast<float>(products) + minimum * static_cast<float>(values));
-        } else {
-          total += row.scale * static_cast<float>(products);
-        }
+        const uint8_t* group = block + static_cast<int64_t>(g) * W::GROUP;
+        int products = 0;
+        for (int k = 0; k < BLOCK; ++k) products += row.value[k] * (group[k / 4 * 128 + 4 * j + k % 4] - 128);
+        total += row.scale * static_cast<float>(products);
       }
-      float scale = 1.0f;
-      if (std::is_same<W, Int8>::value)
-        std::memcpy(&scale, block + static_cast<int64_t>(groups) * GROUP_BYTES<W> + 4 * j, 4);
+      std::memcpy(&scale, block + static_cast<int64_t>(groups) * W::GROUP + 4 * j, 4);
       acc[m][j / 16].lane[j % 16] += scale * total;
     }
 }
 
 // scale times (value - offset), and the minimum, of each weight
-template <class F, int LINES>
-inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char*,
+template <class F>
+inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char*, int,
                             Sums& acc) {
   for (int m = 0; m < count; ++m)
     for (int j = 0; j < BLOCK; ++j)
@@ -239,12 +220,11 @@ inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, 
 }
 
 inline void expand_group(const uint8_t* group, bf16* to) {
-  for (int k = 0; k < BLOCK; ++k)
-    for (int j = 0; j < BLOCK; ++j) {
-      const float scale = from_half(group + 512 + 2 * j), minimum = from_half(group + 576 + 2 * j);
-      const float value = std::fma(static_cast<float>(stored(Int4{}, group, j, k)), scale, minimum);
-      to[(k / 2 * BLOCK + j) * 2 + k % 2] = to_bf16(value);
-    }
+  for (int j = 0; j < BLOCK; ++j) {
+    float weights[BLOCK];
+    to_floats<Int4>(get_group<Int4>(group, 0, j), weights);
+    for (int k = 0; k < BLOCK; ++k) to[(k / 2 * BLOCK + j) * 2 + k % 2] = to_bf16(weights[k]);
+  }
 }
 
 // ---- attention ----------------------------------------------------------------------------------------------------

@@ -125,15 +125,8 @@ constexpr int ROWS_AT_ONCE = 4, UNROLLED = 4;
 inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
   return _mm256_dpbusd_avx_epi32(sum, weights, values);
 }
-inline __m256i whole_sum(__m256i sum) { return sum; }
 #else
 constexpr int ROWS_AT_ONCE = 3, UNROLLED = 1;
-
-// two by two, in 16 bits: a sum of 16 products of at most 15 * 127 fits into these
-inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
-  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, values));
-}
-inline __m256i whole_sum(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 #endif
 
 // sum + the products of values 4 k to 4 k + 3 of a row and of 8 outputs' weights, in bytes
@@ -189,36 +182,6 @@ inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const 
   }
 }
 
-template <int ROWS, int VECTORS>
-inline void multiply_group(Int4, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
-  const __m256i half = _mm256_set1_epi8(15);
-#pragma GCC unroll 8
-  for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_setzero_si256();
-#pragma GCC unroll UNROLLED
-  for (int k = 0; k < BLOCK / 8; ++k) {
-    __m256i low[VECTORS], high[VECTORS];
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) {
-      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
-      low[j] = _mm256_and_si256(both, half);
-      high[j] = _mm256_and_si256(_mm256_srli_epi16(both, 4), half);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m) {
-      const int8_t* value = x[m * stride].value + 8 * k;
-      const __m256i first = broadcast8(value), second = broadcast8(value + 4);
-#pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; ++j) sum[m][j] = add_products(add_products(sum[m][j], low[j], first), high[j], second);
-    }
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) sum[m][j] = whole_sum(sum[m][j]);
-}
-
 inline __m256 float_of_half(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -226,89 +189,156 @@ inline __m256 float_of_half(const uint8_t* p) {
 // total[m] += the products of one group, for the 16 outputs of vectors ``at`` and ``at`` + 1
 template <class W, int ROWS>
 NOINLINE void multiply_group_part(const QuantizedGroup* x, int64_t stride, const uint8_t* w, int at, __m256 (*total)[4]) {
-  constexpr bool NARROW = std::is_same<W, Int4>::value;
   __m256i sum[ROWS][2];
   multiply_group<ROWS, 2>(W{}, x, stride, w + 32 * at, sum);
 #pragma GCC unroll 8
-  for (int j = 0; j < 2; ++j) {
-    __m256 scale, minimum;
-    if (NARROW) scale = float_of_half(w + 512 + 16 * (at + j)), minimum = float_of_half(w + 576 + 16 * (at + j));
+  for (int j = 0; j < 2; ++j)
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m) {
-      const __m256 s = _mm256_set1_ps(x[m * stride].scale), f = _mm256_cvtepi32_ps(sum[m][j]);
-      __m256& to = total[m][at + j];
-      if (NARROW) {
-        to = _mm256_fmadd_ps(f * scale, s, to);
-        to = _mm256_fmadd_ps(_mm256_set1_ps(x[m * stride].sum), minimum, to);
-      } else {
-        to = _mm256_fmadd_ps(f, s, to);
-      }
-    }
-  }
+    for (int m = 0; m < ROWS; ++m)
+      total[m][at + j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][j]), _mm256_set1_ps(x[m * stride].scale), total[m][at + j]);
 }
 
 template <class W, int LINES>
 inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width,
                           const char* next, Sums& acc) {
-  constexpr bool NARROW = std::is_same<W, Int4>::value;
-  constexpr int LINES_OF_GROUP = GROUP_BYTES<W> / 128 * LINES;
+  constexpr int LINES_OF_GROUP = W::GROUP / 128 * LINES;
   const int groups = width / BLOCK, parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, size = (count + parts - 1) / parts;
   __m256 total[MAX_TILE_ROWS][4];
   for (int m = 0; m < count; ++m)
     for (auto& v : total[m]) v = _mm256_setzero_ps();
   for (int g = 0; g < groups; ++g) {
-    const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
+    const uint8_t* w = block + static_cast<int64_t>(g) * W::GROUP;
     const char* ahead = next + static_cast<int64_t>(g) * LINES_OF_GROUP * 64;
-    for (int i = 0; i < LINES_OF_GROUP; ++i) NARROW ? prefetch_for(count, ahead + 64 * i) : prefetch_second(ahead + 64 * i);
+    for (int i = 0; i < LINES_OF_GROUP; ++i) prefetch_second(ahead + 64 * i);
     for (int m = 0; m < count; m += size)
       with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
         for (int at = 0; at < 4; at += 2) multiply_group_part<W, n>(x + g + m * stride, stride, w, at, total + m);
       });
   }
-  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * GROUP_BYTES<W>);
+  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * W::GROUP);
   auto* sums = &acc[0][0].low;
   for (int m = 0; m < count; ++m)
-    for (int j = 0; j < 4; ++j)
-      sums[4 * m + j] = NARROW ? sums[4 * m + j] + total[m][j]
-                               : _mm256_fmadd_ps(total[m][j], _mm256_loadu_ps(scales + 8 * j), sums[4 * m + j]);
+    for (int j = 0; j < 4; ++j) sums[4 * m + j] = _mm256_fmadd_ps(total[m][j], _mm256_loadu_ps(scales + 8 * j), sums[4 * m + j]);
 }
 
-// total += the products of an expanded group, for the 16 outputs of vectors ``at`` and ``at`` + 1
+// ---- stored weights -------------------------------------------------------------------------------------------------
+
+// Values 4 q to 4 q + 3 of 8 outputs, vector ``at``, of a group in the format F.
 template <class F>
-inline void multiply_expanded_part(const QuantizedGroup& x, const ExpandedGroup& group, int at, __m256* total) {
-  const __m256 s = _mm256_set1_ps(x.scale);
-  for (int h = 0; h < F::HALVES; ++h) {
-    __m256i sum[2];
-    sum[0] = sum[1] = _mm256_set1_epi32(offset_of<byte_offset<F>()>(x, h, F::HALVES));
-    for (int k = 8 / F::HALVES * h; k < 8 / F::HALVES * (h + 1); ++k)
-      for (int j = 0; j < 2; ++j) {
-        const auto* at_k = reinterpret_cast<const __m256i*>(group.value + 128 * k + 32 * (at + j));
-        sum[j] = add_byte_products(sum[j], _mm256_load_si256(at_k), x, k);
+inline __m256i stored_quad(const uint8_t* group, int q, int at) {
+  constexpr int LOW_EACH = 8 / F::LOW;
+  const auto line = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + 128 * i + 32 * at)); };
+  __m256i value = line(q / LOW_EACH);
+  if (F::LOW < 8) {
+    value = _mm256_srli_epi16(value, F::LOW * (q % LOW_EACH));
+    value = _mm256_and_si256(value, _mm256_set1_epi8((1 << F::LOW) - 1));
+  }
+  if constexpr (F::HIGH > 0) {
+    constexpr int HIGH_EACH = 8 / F::HIGH;
+    const __m256i bits = line(F::LOW + q / HIGH_EACH);
+    const int up = F::LOW - F::HIGH * (q % HIGH_EACH);
+    const __m256i moved = up >= 0 ? _mm256_slli_epi16(bits, up) : _mm256_srli_epi16(bits, -up);
+    const __m256i mask = _mm256_set1_epi8(static_cast<char>(((1 << F::HIGH) - 1) << F::LOW));
+    value = _mm256_or_si256(value, _mm256_and_si256(moved, mask));
+  }
+  if constexpr (F::CODES) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(F::TABLE));
+    const __m256i bytes = _mm256_xor_si256(_mm256_broadcastsi128_si256(codes), _mm256_set1_epi8(CODE_OFFSET - 256));
+    value = _mm256_shuffle_epi8(bytes, value);
+  }
+  return value;
+}
+
+// sum + the products of values 4 q to 4 q + 3 of a row and of 8 outputs' weights
+template <class F>
+inline __m256i add_stored_products(__m256i sum, __m256i weights, const QuantizedGroup& x, int q) {
+#ifndef __AVXVNNI__
+  if (F::LOW + F::HIGH <= 6 && !F::CODES) {  // two products fit 16 bits
+    const __m256i pairs = _mm256_maddubs_epi16(weights, broadcast8(x.value + 4 * q));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+#endif
+  return add_byte_products(sum, weights, x, q);
+}
+
+// Scales and minima of 8 outputs, vector ``at``, for the values of half ``h`` of a group.
+template <class F>
+struct StoredScales {
+  StoredScales(const uint8_t* head, const uint8_t* group, int h, int at) {
+    const uint8_t* halves = (F::SUB ? head : group + F::VALUE_BYTES) + 16 * at;
+    if constexpr (F::POWERS) {
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
+      scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    } else {
+      scale = float_of_half(halves);
+    }
+    minimum = F::MINIMUM ? float_of_half(halves + 2 * BLOCK) : _mm256_setzero_ps();
+    if constexpr (F::SUB) {
+      const uint8_t* sub = group + F::VALUE_BYTES + BLOCK * h + 8 * at;
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(sub));
+      scale = scale * _mm256_cvtepi32_ps(F::SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+      if constexpr (F::MINIMUM) {
+        const __m128i less = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(sub + F::SCALE_BYTES));
+        minimum = minimum * _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(less));
       }
+    }
+  }
+  __m256 scale, minimum;
+};
+
+// total[m] += the products of group ``w``, for the 16 outputs of vectors ``at`` and ``at`` + 1
+template <class F, int ROWS>
+NOINLINE void multiply_stored_part(const QuantizedGroup* x, int64_t stride, const uint8_t* head, const uint8_t* w, int at,
+                                   __m256 (*total)[4]) {
+  constexpr int QUADS = BLOCK / 4 / F::HALVES;
+#pragma GCC unroll 2
+  for (int h = 0; h < F::HALVES; ++h) {
+    __m256i sum[ROWS][2];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m)
+      sum[m][0] = sum[m][1] = _mm256_set1_epi32(offset_of<byte_offset<F>()>(x[m * stride], h, F::HALVES));
+#pragma GCC unroll 8
+    for (int i = 0; i < QUADS; ++i) {
+      const int q = QUADS * h + i;
+      const __m256i w0 = stored_quad<F>(w, q, at), w1 = stored_quad<F>(w, q, at + 1);
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; ++m) {
+        sum[m][0] = add_stored_products<F>(sum[m][0], w0, x[m * stride], q);
+        sum[m][1] = add_stored_products<F>(sum[m][1], w1, x[m * stride], q);
+      }
+    }
+#pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
-      const __m256 scale = _mm256_load_ps(group.scale[h] + 8 * (at + j)), f = _mm256_cvtepi32_ps(sum[j]);
-      total[at + j] = _mm256_fmadd_ps(f * scale, s, total[at + j]);
-      if (!F::MINIMUM) continue;
-      const __m256 minimum = _mm256_load_ps(group.minimum[h] + 8 * (at + j));
-      total[at + j] = _mm256_fmadd_ps(_mm256_set1_ps(sum_of(x, h, F::HALVES)), minimum, total[at + j]);
+      const StoredScales<F> of(head, w, h, at + j);
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; ++m) {
+        __m256& to = total[m][at + j];
+        to = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][j]) * of.scale, _mm256_set1_ps(x[m * stride].scale), to);
+        if constexpr (F::MINIMUM) {
+          const __m256 values = _mm256_set1_ps(sum_of(x[m * stride], h, F::HALVES));
+          to = F::SUB ? _mm256_fnmadd_ps(values, of.minimum, to) : _mm256_fmadd_ps(values, of.minimum, to);
+        }
+      }
     }
   }
 }
 
-// Groups are expanded to bytes first, for all rows.
-template <class F, int LINES>
+template <class F>
 inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
-                            Sums& acc) {
-  constexpr int FETCHED = F::GROUP / 128 * LINES;
-  ExpandedGroup group;
+                            int lines, Sums& acc) {
+  const int fetched = (F::CACHE_LINES * lines + 1) / 2;
+  const int parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, size = (count + parts - 1) / parts;
   __m256 total[MAX_TILE_ROWS][4];
   for (int m = 0; m < count; ++m)
     for (auto& v : total[m]) v = _mm256_setzero_ps();
   for (int g = 0; g < width / BLOCK; ++g) {
-    expand_stored<F>(block, g, &group);
-    for (int i = 0; i < FETCHED; ++i) prefetch_for(count, next + (static_cast<int64_t>(g) * FETCHED + i) * 64);
-    for (int m = 0; m < count; ++m)
-      for (int at = 0; at < 4; at += 2) multiply_expanded_part<F>(x[m * stride + g], group, at, total[m]);
+    const uint8_t *head = block + F::head_at(g), *w = block + F::group_at(g);
+    const char* ahead = next + F::group_at(g) * lines / 2;
+    for (int i = 0; i < fetched; ++i) prefetch_for(count, ahead + 64 * i);
+    for (int m = 0; m < count; m += size)
+      with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
+        for (int at = 0; at < 4; at += 2) multiply_stored_part<F, n>(x + g + m * stride, stride, head, w, at, total + m);
+      });
   }
   auto* sums = &acc[0][0].low;
   for (int m = 0; m < count; ++m)

@@ -85,69 +85,40 @@ inline __m512 float_of_half(const uint8_t* p) {
 template <class W, int ROWS, int LINES>
 NOINLINE void multiply_tile_rows(const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
                                  Sums& acc) {
-  constexpr bool NARROW = std::is_same<W, Int4>::value;
-  constexpr int PAIRS = GROUP_BYTES<W> / 128;
+  constexpr int QUADS = BLOCK / 4;
   const int groups = width / BLOCK;
-  const __m512i half = _mm512_set1_epi8(15);
   __m512 total[ROWS][2];
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
   for (int g = 0; g < groups; ++g) {
-    const uint8_t* w = block + static_cast<int64_t>(g) * GROUP_BYTES<W>;
+    const uint8_t* w = block + static_cast<int64_t>(g) * W::GROUP;
     const QuantizedGroup* v = x + g;
     __m512i sum[ROWS][2];
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m)
-      sum[m][0] = sum[m][1] = NARROW ? _mm512_setzero_si512() : _mm512_set1_epi32(offset_of<128>(v[m * stride], 0, 1));
+    for (int m = 0; m < ROWS; ++m) sum[m][0] = sum[m][1] = _mm512_set1_epi32(offset_of<128>(v[m * stride], 0, 1));
 #pragma GCC unroll 8  // else GCC copies all sums from one step of k to the next
-    for (int k = 0; k < PAIRS; ++k) {
-      const char* line = next + (static_cast<int64_t>(g) * PAIRS + k) * 64 * LINES;
+    for (int k = 0; k < QUADS; ++k) {
+      const char* line = next + (static_cast<int64_t>(g) * QUADS + k) * 64 * LINES;
       if (LINES > 0) prefetch_for(ROWS, line);
       if (LINES > 1) prefetch_for(ROWS, line + 64);
-      if (NARROW && k == PAIRS - 1) break;
       const __m512i w0 = _mm512_loadu_si512(w + 128 * k), w1 = _mm512_loadu_si512(w + 128 * k + 64);
-      if (NARROW) {
-        const __m512i low0 = _mm512_and_si512(w0, half), low1 = _mm512_and_si512(w1, half);
-        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(w0, 4), half);
-        const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(w1, 4), half);
 #pragma GCC unroll 8
-        for (int m = 0; m < ROWS; ++m) {
-          const __m512i a = broadcast_word(v[m * stride].value + 8 * k), b = broadcast_word(v[m * stride].value + 8 * k + 4);
-          sum[m][0] = dot4_add(dot4_add(sum[m][0], low0, a), high0, b);
-          sum[m][1] = dot4_add(dot4_add(sum[m][1], low1, a), high1, b);
-        }
-      } else {
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; ++m) {
-          const __m512i a = broadcast_word(v[m * stride].value + 4 * k);
-          sum[m][0] = dot4_add(sum[m][0], w0, a);
-          sum[m][1] = dot4_add(sum[m][1], w1, a);
-        }
+      for (int m = 0; m < ROWS; ++m) {
+        const __m512i a = broadcast_word(v[m * stride].value + 4 * k);
+        sum[m][0] = dot4_add(sum[m][0], w0, a);
+        sum[m][1] = dot4_add(sum[m][1], w1, a);
       }
     }
-    __m512 scale[2], minimum[2];
-    if (NARROW)
-      for (int i = 0; i < 2; ++i) scale[i] = float_of_half(w + 512 + 32 * i), minimum[i] = float_of_half(w + 576 + 32 * i);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
       const __m512 s = _mm512_set1_ps(v[m * stride].scale);
-      for (int i = 0; i < 2; ++i) {
-        const __m512 f = _mm512_cvtepi32_ps(sum[m][i]);
-        if (NARROW) {
-          total[m][i] = _mm512_fmadd_ps(_mm512_mul_ps(f, scale[i]), s, total[m][i]);
-          total[m][i] = _mm512_fmadd_ps(_mm512_set1_ps(v[m * stride].sum), minimum[i], total[m][i]);
-        } else {
-          total[m][i] = _mm512_fmadd_ps(f, s, total[m][i]);
-        }
-      }
+      for (int i = 0; i < 2; ++i) total[m][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][i]), s, total[m][i]);
     }
   }
-  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * GROUP_BYTES<W>);
+  const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * W::GROUP);
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m)
-    for (int i = 0; i < 2; ++i)
-      acc[m][i] = NARROW ? _mm512_add_ps(acc[m][i], total[m][i])
-                         : _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
+    for (int i = 0; i < 2; ++i) acc[m][i] = _mm512_fmadd_ps(total[m][i], _mm512_loadu_ps(scales + 16 * i), acc[m][i]);
 }
 
 // ---- compact weights ------------------------------------------------------------------------------------------------
@@ -207,13 +178,13 @@ NOINLINE void multiply_interleaved_rows(const bf16* x, int64_t stride, const cha
     finish_step(a);
   };
   const auto prefetch_group = [&] {
-    for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch_for(ROWS, next + i);
-    next += GROUP_BYTES<Int4>;
+    for (int i = 0; i < Int4::GROUP; i += 64) prefetch_for(ROWS, next + i);
+    next += Int4::GROUP;
   };
   const uint8_t* group = reinterpret_cast<const uint8_t*>(from);
   expand_group(group, expanded[0]);
   for (int g = 0; g + 1 < groups; ++g) {
-    group += GROUP_BYTES<Int4>;
+    group += Int4::GROUP;
     prefetch_group();
     for (int i = 0; i < 2; ++i) {
       const GroupScales of(group, i);
@@ -300,17 +271,17 @@ struct StoredScales {
 };
 
 // ``multiply_stored`` for exactly ROWS rows
-template <class F, int ROWS, int LINES>
+template <class F, int ROWS>
 NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
-                                   Sums& acc) {
-  constexpr int QUADS = BLOCK / 4 / F::HALVES, FETCHED = F::GROUP / 128 * LINES;  // lines to prefetch for a group
+                                   int lines, Sums& acc) {
+  constexpr int QUADS = BLOCK / 4 / F::HALVES;
   __m512 total[ROWS][2];
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
   for (int g = 0; g < width / BLOCK; ++g) {
     const uint8_t *head = block + F::head_at(g), *w = block + F::group_at(g);
     const QuantizedGroup* v = x + g;
-    const char* ahead = next + static_cast<int64_t>(g) * FETCHED * 64;
+    const char* ahead = next + F::group_at(g) * lines / 2;
 #pragma GCC unroll 2
     for (int h = 0; h < F::HALVES; ++h) {
       __m512i sum[ROWS][2];
@@ -322,7 +293,11 @@ NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, cons
 #pragma GCC unroll 8
       for (int i = 0; i < QUADS; ++i) {
         const int q = QUADS * h + i;
-        for (int line = q * FETCHED / 8; line < (q + 1) * FETCHED / 8; ++line) prefetch_for(ROWS, ahead + 64 * line);
+#pragma GCC unroll 4
+        for (int line = q * F::CACHE_LINES / 8; line < (q + 1) * F::CACHE_LINES / 8; ++line) {
+          if (lines == 2) prefetch_for(ROWS, ahead + 64 * line);
+          if (lines == 1 && line % 2 == 0) prefetch_for(ROWS, ahead + 32 * line);
+        }
         const __m512i w0 = stored_quad<F>(w, q, 0), w1 = stored_quad<F>(w, q, 1);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; ++m) {
@@ -352,12 +327,12 @@ NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, cons
     for (int i = 0; i < 2; ++i) acc[m][i] = _mm512_add_ps(acc[m][i], total[m][i]);
 }
 
-template <class F, int LINES, int ROWS = QUANTIZED_TILE_ROWS>
+template <class F, int ROWS = QUANTIZED_TILE_ROWS>
 inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
-                            Sums& acc) {
+                            int lines, Sums& acc) {
   if constexpr (ROWS > 1)
-    if (count < ROWS) return multiply_stored<F, LINES, ROWS - 1>(count, x, stride, block, width, next, acc);
-  multiply_stored_rows<F, ROWS, LINES>(x, stride, block, width, next, acc);
+    if (count < ROWS) return multiply_stored<F, ROWS - 1>(count, x, stride, block, width, next, lines, acc);
+  multiply_stored_rows<F, ROWS>(x, stride, block, width, next, lines, acc);
 }
 
 // ---- tiles --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ struct Packed {
       case BF16: return static_cast<int64_t>(width) * BLOCK * 2;
       case FLOAT: return static_cast<int64_t>(width) * BLOCK * 4;
       case INT8: return static_cast<int64_t>(width) * BLOCK + BLOCK * 4;
-      default: return static_cast<int64_t>(width / BLOCK) * GROUP_BYTES<Int4>;
+      default: return static_cast<int64_t>(width / BLOCK) * Int4::GROUP;
     }
   }
   const BlockEntry& entry(int b) const { return static_cast<const BlockEntry*>(data)[b]; }
@@ -88,7 +88,7 @@ void pack(const T* w, int outputs, int width, T* to) {
 // quantised values [outputs, width]; int8: scales float [outputs]; otherwise scales and minima half [outputs, width / 32]
 void pack_quantized(const uint8_t* w, const void* scales, const uint16_t* minima, const Packed& to) {
   const int width = to.width, groups = width / BLOCK, halves = to.kind == INT8 ? 1 : 2, line = 4 * BLOCK;
-  const int group_bytes = to.kind == INT8 ? GROUP_BYTES<Int8> : GROUP_BYTES<Int4>;
+  const int group_bytes = to.kind == INT8 ? Int8::GROUP : Int4::GROUP;
   for (int b = 0; b < to.blocks(); ++b) {
     uint8_t* block = const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(to.block(b)));
     std::memset(block, 0, static_cast<size_t>(to.block_bytes()));

@@ -56,7 +56,7 @@ inline int tile_rows(int count, int width) {
 
 // a group of a compact block -> bf16, laid out like a group of a bf16 block; prefetches the one at ``next``
 inline void expand_and_prefetch(const char* group, const char* next, bf16* to) {
-  for (int i = 0; i < GROUP_BYTES<Int4>; i += 64) prefetch(next + i);
+  for (int i = 0; i < Int4::GROUP; i += 64) prefetch(next + i);
   expand_group(reinterpret_cast<const uint8_t*>(group), to);
 }
 
@@ -96,7 +96,7 @@ class ExpandedBlocks {
       kept.capacity = kept.values ? size : 0;
     }
     kept.from = from, kept.size = size;
-    for (int64_t at = 0; kept.values && at < size; at += BLOCK * BLOCK, from += GROUP_BYTES<Int4>)
+    for (int64_t at = 0; kept.values && at < size; at += BLOCK * BLOCK, from += Int4::GROUP)
       expand_and_prefetch(from, from + PREFETCH_BYTES, kept.values.get() + at);
     return kept.values.get();
   }
@@ -118,7 +118,7 @@ inline void multiply_expanding(int count, const T* x, int64_t stride, const char
   if constexpr (INTERLEAVED_ROWS<T> > 0)
     if (count <= INTERLEAVED_ROWS<T>) return multiply_interleaved(count, x, stride, from, groups, next, acc);
   alignas(64) bf16 expanded[BLOCK * BLOCK];
-  for (int g = 0; g < groups; ++g, from += GROUP_BYTES<Int4>, next += GROUP_BYTES<Int4>) {
+  for (int g = 0; g < groups; ++g, from += Int4::GROUP, next += Int4::GROUP) {
     expand_and_prefetch(from, next, expanded);
     multiply_tile<bf16, 0>(count, x + g * BLOCK, stride, expanded, BLOCK, nullptr, acc);
   }
@@ -148,32 +148,30 @@ inline int multiply_rows(int m, int count, const T* x, const Packed& w, int b, S
   return multiply_rows_by<P, P>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
 }
 
-// ``multiply_rows_by`` for block b of a stored weight
-inline int multiply_stored_rows_by(int m, int count, const QuantizedGroup* x, const Packed& w, int b, Sums& acc) {
-  const int size = tile_rows<QuantizedGroup>(count, w.width), n = std::min(size, count - m), tile = m / size;
-  const int64_t stride = w.width / BLOCK;
+// ``multiply_rows_by`` for a block in a format of GGUF files
+template <class F>
+inline int multiply_stored_by(int m, int count, const QuantizedGroup* x, const char* data, int width, Sums& acc) {
+  const int size = tile_rows<QuantizedGroup>(count, width), n = std::min(size, count - m), tile = m / size;
+  const int64_t stride = width / BLOCK, bytes = F::bytes(width);
   const QuantizedGroup* rows = x + m * stride;
-  const uint8_t* block = reinterpret_cast<const uint8_t*>(w.block(b));
-  const char* next = w.block(b);
-  with_stored_type(w.entry(b).type, [&](auto format) {
-    using F = decltype(format);
-    const int64_t bytes = F::bytes(w.width);
-    if (n == count)
-      multiply_stored<F, 2>(n, rows, stride, block, w.width, next + PREFETCH_BYTES, acc);
-    else if (tile < 2)
-      multiply_stored<F, 1>(n, rows, stride, block, w.width, next + bytes + tile * (bytes / 2), acc);
-    else
-      multiply_stored<F, 0>(n, rows, stride, block, w.width, next, acc);
-  });
+  const auto* block = reinterpret_cast<const uint8_t*>(data);
+  if (n == count)
+    multiply_stored<F>(n, rows, stride, block, width, data + PREFETCH_BYTES, 2, acc);
+  else if (tile < 2)
+    multiply_stored<F>(n, rows, stride, block, width, data + bytes + tile * (bytes / 2), 1, acc);
+  else
+    multiply_stored<F>(n, rows, stride, block, width, data, 0, acc);
   return n;
 }
 
 inline int multiply_rows(int m, int count, const QuantizedGroup* x, const Packed& w, int b, Sums& acc) {
-  const int64_t stride = w.width / BLOCK;
-  if (w.kind == STORED) return multiply_stored_rows_by(m, count, x, w, b, acc);
-  const int64_t bytes = w.block_bytes();
-  return w.kind == INT4 ? multiply_rows_by<Int4, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc)
-                        : multiply_rows_by<Int8, uint8_t>(m, count, x, stride, w.block(b), bytes, w.width, acc);
+  if (w.kind == INT8)
+    return multiply_rows_by<Int8, uint8_t>(m, count, x, w.width / BLOCK, w.block(b), w.block_bytes(), w.width, acc);
+  if (w.kind == INT4) return multiply_stored_by<Int4>(m, count, x, w.block(b), w.width, acc);
+  int n = 0;
+  with_stored_type(w.entry(b).type,
+                   [&](auto format) { n = multiply_stored_by<decltype(format)>(m, count, x, w.block(b), w.width, acc); });
+  return n;
 }
 
 // y = x w' for block b: ``done(m, b, low, high)`` receives 32 outputs of one row

@@ -61,11 +61,11 @@
 //                                Sums& acc)
 //       acc[m][0 .. 31] += x[m] . block for ``count`` rows, at most TILE_ROWS (QUANTIZED_TILE_ROWS, or MAX_TILE_ROWS where a
 //       matrix unit is used); rows are ``stride`` values of T apart. W is bf16 or float with T = Operand<W> and B = W, or
-//       Int8 or Int4 with T = QuantizedGroup and B = uint8_t; blocks are laid out as pack.h writes them. Prefetches LINES
+//       Int8 with T = QuantizedGroup and B = uint8_t; blocks are laid out as pack.h writes them. Prefetches LINES
 //       (0, 1 or 2) cache lines from ``next`` on for every two lines of weights.
-//   void multiply_stored<F, LINES>(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width,
-//                                  const char* next, Sums& acc)
-//       the same for a block of a stored weight, where F is a Stored<type> (stored.h)
+//   void multiply_stored<F>(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width,
+//                           const char* next, int lines, Sums& acc)
+//       the same for a block of an int4 weight (F is Int4), or of a stored one (Stored<type>; see stored.h)
 //   void expand_group(const uint8_t* group, bf16* to)
 //       a group of int4 weights, scale * value + minimum rounded to bf16, as 32 values of k of a bf16 block
 //   void multiply_interleaved(count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc)
@@ -141,15 +141,10 @@ inline bool is_amd_family_26() {
 const bool PREFETCH_FIRST = is_amd_family_26();
 inline void prefetch_for(int rows, const void* p) { rows <= 2 || PREFETCH_FIRST ? prefetch(p) : prefetch_second(p); }
 
-// Formats of quantised weights
-struct Int8 {};
-struct Int4 {};
-
-// bytes that a group of 32 values of k takes in a block; see pack.h
-template <class W>
-constexpr int GROUP_BYTES = 1024;
-template <>
-constexpr int GROUP_BYTES<Int4> = 640;
+// The format of int8 weights, and the bytes that a group of 32 values of k takes in a block; see pack.h.
+struct Int8 {
+  static constexpr int GROUP = 1024;
+};
 
 // the largest number of rows for which ``multiply_interleaved`` is faster than expanding first; 0: there is no such function
 template <class T>

@@ -45,6 +45,8 @@ struct StoredFormat {
   static constexpr int SCALE_BYTES = SUB ? BLOCK * HALVES : 2 * BLOCK;  // of a group's scales, or of its minima
   static constexpr int GROUP = VALUE_BYTES + PLANES * SCALE_BYTES, HEAD = SUB ? 2 * BLOCK * PLANES : 0;
 
+  static constexpr int CACHE_LINES = (GROUP + HEAD / TOGETHER + 63) / 64;  // of a group with its share of a head
+
   static constexpr int64_t head_at(int g) { return static_cast<int64_t>(g / TOGETHER) * (HEAD + TOGETHER * GROUP); }
   static constexpr int64_t group_at(int g) { return head_at(g) + HEAD + g % TOGETHER * GROUP; }
   static constexpr int64_t bytes(int width) { return head_at(width / BLOCK); }
@@ -73,6 +75,9 @@ template <> struct Stored<MXFP4> : StoredFormat<4, 0, CODE_OFFSET, false, 1, fal
   static constexpr const int8_t* TABLE = MX_CODES;
   static constexpr bool POWERS = true;
 };  // clang-format on
+
+// Weights that are quantised here, to four bits with a scale and a minimum for each group, have this format, too.
+using Int4 = Stored<Q4_1>;
 
 // Calls f(Stored<type>{}); returns false for an unknown type.
 template <class F>
@@ -323,42 +328,10 @@ inline RawGroup get_group(const uint8_t* block, int g, int j) {
   return group;
 }
 
-// Expands a group of a block to the layout of an int8 group, a byte for each value, and scales and minima as floats, for the
-// first 16 values [0][32] and for the others [1][32]. A weight is scale * (byte - offset) + minimum, ``byte_offset`` below.
-struct ExpandedGroup {
-  alignas(64) uint8_t value[BLOCK * BLOCK];
-  alignas(64) float scale[2][BLOCK], minimum[2][BLOCK];
-};
-
+// A weight in a block is scale * (value or code - byte_offset) + minimum.
 template <class F>
 constexpr int byte_offset() {
   return F::MINIMUM ? 0 : F::OFFSET;
-}
-
-template <class F>
-inline void expand_stored(const uint8_t* block, int g, ExpandedGroup* to) {
-  const uint8_t* from = block + F::group_at(g);
-  constexpr int LOW_EACH = 8 / F::LOW, HIGH_EACH = F::HIGH > 0 ? 8 / F::HIGH : 1;
-  for (int q = 0; q < BLOCK / 4; ++q) {
-    const uint8_t *low = from + 128 * (q / LOW_EACH), *high = from + 128 * (F::LOW + q / HIGH_EACH);
-    const int shift = F::LOW * (q % LOW_EACH), high_shift = F::HIGH * (q % HIGH_EACH);
-    for (int i = 0; i < 128; ++i) {
-      int value = low[i] >> shift & ((1 << F::LOW) - 1);
-      if (F::HIGH > 0) value |= (high[i] >> high_shift & ((1 << F::HIGH) - 1)) << F::LOW;
-      to->value[128 * q + i] = static_cast<uint8_t>(F::CODES ? F::TABLE[value & 15] + CODE_OFFSET : value);
-    }
-  }
-  const uint8_t* scales = from + F::VALUE_BYTES;
-  const uint8_t* halves = F::SUB ? block + F::head_at(g) : scales;
-  for (int j = 0; j < BLOCK; ++j) {
-    const float scale = scale_to_float<F>(half_at(halves + 2 * j));
-    const float minimum = F::MINIMUM ? half_to_float(half_at(halves + 2 * BLOCK + 2 * j)) : 0.0f;
-    for (int h = 0; h < 2; ++h) {
-      const int at = F::HALVES == 2 ? BLOCK * h + j : j;
-      to->scale[h][j] = F::SUB ? scale * sub_to_float<F>(scales[at]) : scale;
-      to->minimum[h][j] = F::SUB && F::MINIMUM ? -(minimum * static_cast<float>(scales[F::SCALE_BYTES + at])) : minimum;
-    }
-  }
 }
 
 }  // namespace
