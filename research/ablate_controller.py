@@ -210,10 +210,8 @@ def main() -> None:
                 some = [math.log(ratio) for name, ratio in ratios.items() if name.endswith("changing") == what]
                 rows[-1]["changing" if what else "steady"] = round(math.exp(sum(some) / len(some)), 4)
             rows[-1]["where"] = worst
-            print(
-                f"{constant:10} {label:8} {mean:7.4f} {rows[-1]['steady']} {rows[-1]['changing']}  worst {ratios[worst]:.3f} ({worst})",
-                flush=True,
-            )
+            shares = f"{mean:7.4f} {rows[-1]['steady']} {rows[-1]['changing']}"
+            print(f"{constant:10} {label:8} {shares}  worst {ratios[worst]:.3f} ({worst})", flush=True)
     record["ablation"] = rows
     if args.out is not None:
         import sys

@@ -44,11 +44,12 @@ class Panel:
     def text(self, x: float, y: float, text: str, anchor: str, size: int = 11) -> None:
         self.parts.append(f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">{text}</text>')
 
-    def line(self, points: Points, colour: str, label: str = "") -> None:
+    def line(self, points: Points, colour: str, label: str = "", *, above: bool = False) -> None:
         path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         if label:
-            self.text(self.x(points[-1][0]) + 5, self.y(points[-1][1]) + 4, label, "start")
+            x, y = self.x(points[-1][0]), self.y(points[-1][1])
+            self.text(*((x + 16, y - 12, label, "end") if above else (x + 5, y + 4, label, "start")))
 
     def dot(self, x: float, y: float, colour: str) -> None:
         self.parts.append(f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="5" fill="{colour}"/>')
@@ -68,16 +69,16 @@ def main() -> None:
     nodes = range(1, 17)
     gains = [sum(ACCEPTANCE[: n - 1]) for n in nodes]
     left = Panel(
-        50, "Acceptance of one row", (1, 17), (0, 3), "nodes of the draft, root included|expected draft tokens"
+        50, "Acceptance of one row", (0, 16), (0, 3), "nodes of the draft, root included|expected draft tokens"
     )
     left.line([*zip(nodes, gains, strict=True)], COLOURS[0])
-    right = Panel(430, "Cost of a step", (1, 65), (0, 600), "nodes of the pass|milliseconds")
+    right = Panel(430, "Cost of a step", (0, 64), (0, 600), "nodes of the pass|milliseconds")
     right.line([(n, made.costs.pass_ms(n, 1, 0.0)) for n in range(1, 65)], COLOURS[0], "pass")
     drafted = [(n, made.costs.pass_ms(n, 1, 0.0) + DRAFT.draft_ms(n, 1)) for n in range(2, 17)]
-    right.line(drafted, COLOURS[1], "with a draft, 1 row")
+    right.line(drafted, COLOURS[1], "with a draft, 1 row", above=True)
     image("controller-curves.svg", 790, "Acceptance by nodes, and cost by nodes", [left, right])
 
-    panel = Panel(50, "Speedup over plain decoding, by load", (1, 17), (0, 4), "nodes of each row's draft|times")
+    panel = Panel(50, "Speedup over plain decoding, by load", (0, 16), (0, 3), "nodes of each row's draft|times")
     drafter = Simulated(BY_NAME["eagle"])  # it has no free parts, so a draft and none are the modes
     for colour, rows in zip(COLOURS, (1, 2, 4, 8, 16), strict=True):
         for mode in (0, 2):
@@ -91,7 +92,8 @@ def main() -> None:
         plan = made.plan({drafter: rows}, 0.0)[drafter]
         chosen = max(1, plan.nodes)
         panel.dot(chosen, points[chosen - 1][1], colour)
-        panel.text(380, 60 + 20 * COLOURS.index(colour), f"{rows} rows: {plan.nodes or 'no'} nodes", "start", 12)
+        said = f"{rows} row{'s' if rows > 1 else ''}: {plan.nodes or 'no'} nodes"
+        panel.text(380, 60 + 20 * COLOURS.index(colour), said, "start", 12)
         panel.parts.append(
             f'<rect x="362" y="{50 + 20 * COLOURS.index(colour)}" width="12" height="12" fill="{colour}"/>'
         )

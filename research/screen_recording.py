@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
@@ -15,7 +16,7 @@ Pane = tuple[str, str, Recorded]  # command, title, screen
 
 SLOWER = 4.0  # the text is drawn so many times slower than it was decoded
 LONGEST_GAP, REST = 0.25, 4.0  # seconds: pauses of the recording are cut to the first, the end is shown for the second
-CELL, LINE, MARGIN, HEAD = 8.4, 18, 14, 46  # pixels; HEAD is the height of a pane's two title lines
+CELL, LINE, MARGIN, HEAD = 8.4, 18, 14, 46  # pixels; HEAD is the height of a pane's title and command
 PAPER, INK, FAINT, BLUE = "#1b1f24", "#e6edf3", "#8b949e", "#79c0ff"
 COLOURS = {
     "red": "#ff7b72",
@@ -39,7 +40,10 @@ def animation(panes: Sequence[Pane], *, columns: int) -> str:
     body, styles, top = [], [], 0
     for command, title, runs in drawn:
         body.append(_words(MARGIN, top + 20, f"{title}, {SLOWER:g} times slower than recorded", FAINT, size=12))
-        body.append(_words(MARGIN, top + HEAD - 6, f"$ {command}", BLUE))
+        for place, part in enumerate(textwrap.wrap(f"$ {command}", columns - 2, break_on_hyphens=False)):
+            more = " \\" if not f"$ {command}".endswith(part) else ""
+            top += LINE if place else 0
+            body.append(_words(MARGIN + 2 * CELL * bool(place), top + HEAD - 6, part + more, BLUE))
         for start, y, x, text, colour in runs:
             share, name = 100 * start * SLOWER / whole, f"t{len(styles)}"
             styles.append(f".{name}{{animation-name:{name}}}@keyframes {name}{{0%,{share:.2f}%{{opacity:0}}")
