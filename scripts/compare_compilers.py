@@ -70,11 +70,10 @@ def passes(settings: dict[str, Any]) -> dict[str, Run]:
 
 def products(settings: dict[str, Any]) -> dict[str, Run]:
     """Products of 1, 8 and 32 rows with a weight as a GGUF file stores it."""
-    sys.path.insert(0, str(HERE / "tests" / "native"))
-    from stored_rows import raw_rows
-
+    sys.path.insert(0, str(HERE / "tests"))
     from anabranch.native.arguments import STORED_TYPES
     from anabranch.native.library import library
+    from stored_rows import raw_rows
 
     kernels, kind = library(), STORED_TYPES[settings["format"]]
     packed, memory = kernels.stored([kind] * (OUTPUTS // 32), OUTPUTS, WIDTH)

@@ -14,6 +14,16 @@ SECONDS = 60  # a deadlock takes longer
 
 def in_child(call: Callable[[], bool]) -> None:
     """Check that a call returns True in a forked child process, in time."""
+    _wait(_started(call))
+
+
+def together(*calls: Callable[[], bool]) -> None:
+    """Check that calls in child processes that run at once return True, in time."""
+    for child in [_started(call) for call in calls]:
+        _wait(child)
+
+
+def _started(call: Callable[[], bool]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
@@ -21,6 +31,10 @@ def in_child(call: Callable[[], bool]) -> None:
             code = 0 if call() else 2
         finally:
             os._exit(code)
+    return child
+
+
+def _wait(child: int) -> None:
     deadline = time.monotonic() + SECONDS
     while not (done := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline:

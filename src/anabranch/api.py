@@ -53,11 +53,12 @@ def load(
     adapter: str | Path | Sequence[str | Path] | None = None,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
-    quantize: str = "none",
+    quantize: str = "auto",
     revision: str | None = None,
     threads: int | None = None,
     lora: str | Path | None = None,
     loras: Mapping[str, str | Path] | None = None,
+    cache: bool = True,
 ) -> Model:
     """Load a target and its adapters.
 
@@ -69,12 +70,14 @@ def load(
     adapter   an adapter folder, or several; None: those shipped for this target
     dtype     "auto" (bf16 if the weights are stored so), "float32", "bfloat16" or "float16"
     device    "auto" (cuda if available), "cpu", "cuda" or "cuda:N"
-    quantize  "none", or "int8" or "int4" weights; the quantised model is then the target that is decoded losslessly
+    quantize  "auto": the weights that the file has, those of a quantised GGUF file multiplied as they are stored;
+              "none": dequantised; "int8" or "int4": rounded. The quantised model is the target
     revision  branch, tag or commit of a hub id; None: its main branch
     threads   CPU threads of this process; None: torch's default, limited to the container's quota
     lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
     loras     LoRA folders by name, of which each call of ``generate`` chooses one or none (``lora="name"``). Calls with
               different LoRAs share forward passes, which PyTorch runs, not the native kernels
+    cache     keep packed weights in the user's cache directory, where the next load finds them
 
     Raises FetchError, FileError, ModelError, AdapterError, CapabilityError or DeviceError; the message says what to do.
     """
@@ -86,7 +89,9 @@ def load(
     tuned = None if lora is None else Path(lora)
     several = tuple((str(each), Path(folder)) for each, folder in (loras or {}).items())
     where = dtype, device, quantize, revision, threads
-    loaded = loading.load(LoadConfig(str(name), tuple(map(Path, given)), *where, lora=tuned, loras=several))
+    loaded = loading.load(
+        LoadConfig(str(name), tuple(map(Path, given)), *where, lora=tuned, loras=several, cache=cache)
+    )
     return Model(loaded.target, loaded.adapters, drafter)
 
 

@@ -34,7 +34,7 @@ from anabranch.methods.spec import Part
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.load import Target, resolve_device, resolve_dtype
 from anabranch.model.pack import pack_decoder
-from anabranch.model.quantize import check_quantization, quantize_decoder
+from anabranch.model.quantize import quantize_decoder, rounding_of
 from anabranch.model.weights import build_decoder
 from anabranch.options import Options
 from anabranch.prompts import check_stream
@@ -131,7 +131,7 @@ def supports(
     *,
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
-    quantize: str = "none",
+    quantize: str = "auto",
     prompts: int = 1,
     stream: bool = False,
     **options: Unpack[Keywords],
@@ -170,7 +170,7 @@ class StandIn:
         config = ModelConfig(
             *("llama", WORDS, 32, LAYERS, 2, 1, 32, 64, 4096), rope=RopeConfig(dim=32, max_positions=4096)
         )
-        kind = check_quantization(quantize)
+        kind = rounding_of(quantize)
         with torch.random.fork_rng(devices=[]):
             decoder = build_decoder(config, device="cpu").to(device, dtype)
         quantize_decoder(decoder, kind)
@@ -180,7 +180,7 @@ class StandIn:
         self._modules: dict[str, TrainedModule] = {}
 
     @staticmethod
-    def of(device: str = "auto", dtype: str | torch.dtype = "auto", quantize: str = "none") -> StandIn:
+    def of(device: str = "auto", dtype: str | torch.dtype = "auto", quantize: str = "auto") -> StandIn:
         """The stand-in of a kind, packed as ``load`` packs a target; made on first use.
 
         Where the type is left open, it is bf16, as in most published models. Raises what ``loading.check`` raises.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from anabranch.adapters.folder import LoadedAdapter
+    from anabranch.model.as_stored import Packing
     from anabranch.model.load import Target
 
 __all__ = ["LoadConfig", "Loaded", "check", "load"]
@@ -50,11 +51,16 @@ class LoadConfig:
     device: Annotated[str, Option("run on auto, cpu, cuda or cuda:N", values=("auto", "cpu", "cuda"))] = "auto"
     quantize: Annotated[
         str,
-        Option("quantise the weights: none, int8 or int4; the result is the target", values=("none", "int8", "int4")),
-    ] = "none"
+        Option(
+            "decode the weights as stored (auto), dequantised (none), or rounded to int8 or int4; the result is the "
+            "target",
+            values=("auto", "none", "int8", "int4"),
+        ),
+    ] = "auto"
     revision: Annotated[str | None, Option("take this branch, tag or commit of a hub id")] = None
     threads: Annotated[int | None, Option("use this many CPU threads (default: all allowed)")] = None
     lora: Annotated[Path | None, Option("merge this LoRA (PEFT's format) into the model", metavar="FOLDER")] = None
+    cache: Annotated[bool, Option("keep packed weights in the cache directory", flags=("--cache/--no-cache",))] = True
     loras: tuple[tuple[str, Path], ...] = ()
 
 
@@ -107,13 +113,19 @@ def check(config: LoadConfig) -> None:
 
 
 def load(
-    config: LoadConfig, *, pack: bool = True, adapters: bool = True, fetch: Callable[[], object] = lambda: None
+    config: LoadConfig,
+    *,
+    pack: bool = True,
+    adapters: bool = True,
+    fetch: Callable[[], object] = lambda: None,
+    progress: Packing | None = None,
 ) -> Loaded:
     """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
 
     pack      whether to pack the weights; packed weights have no gradients, so not for training
     adapters  whether to load adapters
     fetch     downloads the default model if it is missing, and shows the progress; called before that model is loaded
+    progress  called while the weights of a GGUF file are packed
 
     Raises what ``check`` raises, and FetchError, FileError, ModelError and CapabilityError.
     """
@@ -123,10 +135,10 @@ def load(
     if config.model == "default":
         fetch()
     with plain_torch():
-        return _load(config, pack=pack, adapters=adapters)
+        return _load(config, pack=pack, adapters=adapters, progress=progress)
 
 
-def _load(config: LoadConfig, *, pack: bool, adapters: bool) -> Loaded:
+def _load(config: LoadConfig, *, pack: bool, adapters: bool, progress: Packing | None) -> Loaded:
     from anabranch.adapters.folder import find_adapters
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
@@ -139,9 +151,12 @@ def _load(config: LoadConfig, *, pack: bool, adapters: bool) -> Loaded:
         config.model,
         dtype=config.dtype,
         device=config.device,
-        quantize=config.quantize,
+        # weights as they are stored are packed, and packed weights have no gradients and take no LoRAs
+        quantize="none" if config.quantize == "auto" and (config.loras or not pack) else config.quantize,
         revision=config.revision,
         lora=None if config.lora is None else config.lora.expanduser(),
+        keep=config.cache,
+        progress=progress,
     )
     for name, folder in config.loras:
         target.decoder.add_lora(name, read_lora(folder.expanduser(), target.config))

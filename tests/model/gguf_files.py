@@ -65,6 +65,7 @@ def write_gguf(
     stored: str = "F32",
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    raw: Mapping[str, tuple[str, np.ndarray]] | None = None,
     parts: int = 1,
 ) -> Path:
     """Write ``model`` to ``path`` and return the path of the (first) file.
@@ -72,6 +73,7 @@ def write_gguf(
     quantize  store block matrices as Q8_0, and others as ``stored``: F32, F16 or BF16
     keys      further metadata, or other values; None leaves a key out
     tensors   further tensors, or other values
+    raw       tensors as they are stored instead: their type, and rows of bytes
     parts     split the file into about so many
     """
     config = model.config
@@ -111,6 +113,10 @@ def write_gguf(
     if (parameters := getattr(config, "rope_parameters", None)) and parameters["rope_type"] == "llama3":
         found["rope_freqs.weight"] = llama3_divisors(config)
     for name, values in found.items():
+        if raw and name in raw:
+            kind, rows = raw[name]
+            writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[kind])
+            continue
         _add_tensor(writer, name, values, "Q8_0" if quantize and name.startswith("blk") else stored)
     finish(writer)
     return path if parts == 1 else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]

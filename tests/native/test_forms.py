@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import test_kernels
-import test_stored
+import test_stored_weights
 import torch
 
 from anabranch.errors import InputError
@@ -94,7 +94,7 @@ def test_products(other: str, outputs: int, rows: int, width: int) -> None:
 @pytest.mark.parametrize("name", STORED_TYPES)
 @pytest.mark.parametrize("rows", [1, 9])
 def test_products_with_weights_as_stored(other: str, name: str, rows: int) -> None:
-    test_stored.check_products(name, rows)
+    test_stored_weights.check_products(name, rows)
 
 
 @in_every_other_form

@@ -19,7 +19,7 @@ from anabranch.errors import InputError
 from anabranch.loading import Loaded
 from anabranch.methods import AUTO, make_drafter, parse_spec, resolve_spec
 from anabranch.methods import methods as known_methods
-from anabranch.model.quantize import QUANTIZATIONS, Quantization, check_quantization
+from anabranch.model.quantize import ROUNDINGS, Rounding, rounding_of
 from anabranch.options import sampling_params
 from anabranch.support.files import without_folders
 
@@ -49,7 +49,7 @@ class Entry:
     name: str
     spec: str
     kind: Literal["ours", "peer"] = "ours"
-    weights: Quantization = "none"
+    weights: Rounding = "none"
 
 
 def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
@@ -64,12 +64,12 @@ def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
         name, whole = _label(text)
         spec, weights = _weights(whole)
         parse_spec(spec)
-        entries.append(Entry(name, spec, weights=check_quantization(weights)))
+        entries.append(Entry(name, spec, weights=rounding_of(weights)))
     for text in peers:
         name, spec = _label(text)
         parse_peer(spec)
         entries.append(Entry(name, spec, "peer"))
-    for place, weights in enumerate(QUANTIZATIONS):
+    for place, weights in enumerate(ROUNDINGS):
         used = weights == "none" or any(entry.weights == weights for entry in entries)
         if used and plain_of(entries, weights) is None:
             entries.insert(place, Entry(PLAIN if weights == "none" else f"{PLAIN}@{weights}", PLAIN, weights=weights))
@@ -92,7 +92,7 @@ def check_installed(entries: Sequence[Entry]) -> None:
                 find_python(environment)
 
 
-def plain_of(entries: Sequence[Entry], weights: Quantization) -> str | None:
+def plain_of(entries: Sequence[Entry], weights: Rounding) -> str | None:
     """The name of the plain decoding of these weights."""
     names = (e.name for e in entries if e.kind == "ours" and e.spec == PLAIN and e.weights == weights)
     return next(names, None)
@@ -116,7 +116,7 @@ def listed(text: str) -> list[str]:
     return pieces(text, ",", continues)
 
 
-def quantised(text: str, kind: Quantization) -> str:
+def quantised(text: str, kind: Rounding) -> str:
     """The contender, with this kind of weights unless it names one or ``kind`` is "none"."""
     return text if kind == "none" or _weights(text)[1] != "none" else f"{text}@{kind}"
 

@@ -35,7 +35,7 @@ from anabranch.bench.run import (
 from anabranch.bench.summary import ContenderAnswers, gather, summarise, summarise_rows
 from anabranch.declared import Keywords
 from anabranch.loading import Loaded
-from anabranch.model.quantize import Quantization
+from anabranch.model.quantize import Rounding
 from anabranch.model.reads import weight_bytes
 from anabranch.support.files import without_folders
 
@@ -58,7 +58,7 @@ class Session:
         run: Mapping[str, Any],
         entries: Sequence[Entry],
         prompts: Sequence[Encoded],
-        loaded: Mapping[Quantization, Loaded],
+        loaded: Mapping[Rounding, Loaded],
         call: Keywords,
         tell: Tell = lambda sentence: None,
         recordings: Recordings | None = None,
@@ -205,7 +205,7 @@ class Session:
         self.machine["after"] = {name: after[name] for name in ("read_gb_s", "matrix_tflop_s")}
         self.machine["floor_ms"] = min(self.machine["floor_ms"], after["floor_ms"])
 
-    def floor_ms(self, weights: Quantization) -> float:
+    def floor_ms(self, weights: Rounding) -> float:
         """Milliseconds to read these weights once."""
         share = weight_bytes(self.loaded[weights].target.decoder) / 1e6 / float(self.machine["weight_mb"])
         return round(float(self.machine["floor_ms"]) * share, 4)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from anabranch.bench.run import Encoded
     from anabranch.bench.suites import SuitePrompt
     from anabranch.loading import Loaded
-    from anabranch.model.quantize import Quantization
+    from anabranch.model.quantize import Rounding
 
 __all__ = [
     "Contenders",
@@ -212,7 +212,7 @@ class Prepared:
     load_seconds  of loading and packing; not part of any measurement
     """
 
-    loaded: dict[Quantization, Loaded]
+    loaded: dict[Rounding, Loaded]
     encoded: list[Encoded]
     description: dict[str, Any]
     load_seconds: dict[str, float]
@@ -225,9 +225,9 @@ def entries_of(config: Contenders, defaults: Sequence[str] | None = None) -> lis
     """
     from anabranch.bench.entries import PLAIN, check_installed, quantised, read_entries
     from anabranch.methods import methods
-    from anabranch.model.quantize import check_quantization
+    from anabranch.model.quantize import rounding_of
 
-    kind = check_quantization(config.loading.quantize)
+    kind = rounding_of(config.loading.quantize)
     if defaults is None:
         defaults = [method.name for method in methods() if method.default]
     specs = [quantised(text, kind) for text in config.specs or (PLAIN, *defaults)]
@@ -239,12 +239,16 @@ def entries_of(config: Contenders, defaults: Sequence[str] | None = None) -> lis
     return entries
 
 
-def measured(loading: Loading, kind: Quantization, *, peers: bool) -> Loaded:
-    """Load the target with one kind of weights; beside ``peers`` without the defaults of its generation config."""
+def measured(loading: Loading, kind: Rounding, *, peers: bool) -> Loaded:
+    """Load the target with one kind of weights, "none" being those of its file.
+
+    Beside ``peers`` without the defaults of its generation config.
+    """
     from anabranch.cli.show import name_defaults, sentences
     from anabranch.model.generation_config import GenerationDefaults
 
-    loaded = options.load(replace(loading, quantize=kind))
+    own = loading.quantize if loading.quantize in ("auto", "none") else "auto"
+    loaded = options.load(replace(loading, quantize=own if kind == "none" else kind))
     if not peers:
         name_defaults(loaded.target)
     elif (target := loaded.target).generation.honoured:
@@ -260,12 +264,12 @@ def prepared(
 
     Raises InputError for a prompt without tokens or too long for the model.
     """
-    from anabranch.model.quantize import QUANTIZATIONS
+    from anabranch.model.quantize import ROUNDINGS
     from anabranch.prompts import chat_ids
 
-    targets: dict[Quantization, Loaded] = {}
+    targets: dict[Rounding, Loaded] = {}
     seconds: dict[str, float] = {}
-    for kind in QUANTIZATIONS:
+    for kind in ROUNDINGS:
         if any(entry.weights == kind for entry in entries):
             loaded = targets[kind] = measured(config.loading, kind, peers=bool(config.peer))
             suffix = "" if kind == "none" else f" {kind}"

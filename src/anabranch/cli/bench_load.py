@@ -94,7 +94,7 @@ def _batching(entries: list[Entry], config: Contenders) -> list[Entry]:
             )
     plain = plain_of(entries, "none")
     compared = any(entry.weights == "none" and entry.name != plain for entry in entries)
-    if config.loading.quantize == "none" or compared:
+    if config.loading.quantize in ("auto", "none") or compared:
         return entries
     return [entry for entry in entries if entry.name != plain]
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.drafting.drafter import Row
 from anabranch.drafting.draws import CONFIDENCE
@@ -115,7 +115,11 @@ class DraftHead:
         self.vocabulary = vocabulary.to(target.device)
         self.common = frozenset(self.vocabulary.tolist())
         self.bias: Tensor | None = target.head.bias
+        self.scores: Callable[[Tensor], Tensor]
         # a contiguous copy of the frequent tokens' head rows: reading them dominates the cost of a draft
+        if weight is None and (shared := _stored_rows(target.head, vocabulary)) is not None:
+            self.scores, self.read = shared, read_bytes([shared])
+            return
         if weight is None:
             whole = len(self.vocabulary) == target.config.vocab_size
             unpacked = whole and target.backend.kernels is None
@@ -123,7 +127,7 @@ class DraftHead:
         if bias is None and self.bias is not None:
             bias = self.bias[self.vocabulary]
         packed = packed_like(target.head, weight, bias, SCORES)
-        self.scores: Callable[[Tensor], Tensor] = packed or partial(F.linear, weight=weight, bias=bias)
+        self.scores = packed or partial(F.linear, weight=weight, bias=bias)
         self.read = weight.nbytes if packed is None else read_bytes([packed])
         del weight
         give_back()
@@ -196,6 +200,21 @@ class DraftHead:
             scores = drawn.added(scores, words.ids_BV, levels)
         log_probs, places = self.best(scores, min(k, scores.shape[-1]))
         return words.ids_BV.gather(1, places.flatten(1)).view_as(places), log_probs
+
+
+def _stored_rows(head: nn.Module, vocabulary: Tensor) -> NativeLinear | None:
+    """Rows of a head that is packed as it is stored, with its values; the head itself for the whole vocabulary.
+
+    None for other heads, and for heads with a bias.
+    """
+    if not isinstance(head, NativeLinear) or head.kind != "stored" or head.offset is not None:
+        return None
+    if torch.equal(vocabulary, torch.arange(head.out_features)):
+        return head
+    rows = SelectedOutputs.of(head)
+    assert rows is not None
+    rows.add(vocabulary.numpy())
+    return rows
 
 
 class RowVocabulary:

@@ -3,6 +3,7 @@
     contents = read_gguf("model.gguf")                           # or any part of a split file
     contents.config["model_type"]                                # "llama"
     contents.tensors["model.layers.0.self_attn.q_proj.weight"]   # dequantised on access
+    contents.matrices["model.layers.0.self_attn.q_proj.weight"]  # the same as the file stores it, if it is quantised
     contents.tokenizer("12345")
 
 llama.cpp's converter does more than rename tensors: it reorders or shifts some of them, which is undone here (rotary
@@ -13,6 +14,7 @@ supported raise an error, since ignoring them would silently change the output; 
 from __future__ import annotations
 
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,13 +24,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf import TENSOR_NAMES, GGMLQuantizationType, GGUFReader
+from gguf import TENSOR_NAMES, GGMLQuantizationType, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 
 from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.families import FAMILIES
 from anabranch.model.gguf_config import ATTENTION, MLP, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
+from anabranch.model.matrix import FileMatrix
 from anabranch.model.stored import LazyTensors, dtype_name
 from anabranch.support.log import warn
 
@@ -99,13 +103,18 @@ _FLOATS = {
 class GGUFContents(NamedTuple):
     """A GGUF file in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer.
 
-    ``dtype`` is the file's: float32, float16 or bfloat16 if most weights are stored in it, else bfloat16.
+    dtype     the file's: float32, float16 or bfloat16 if most weights are stored in it, else bfloat16
+    matrices  the quantised matrices in the file's format; the rows of ``tensors`` that llama.cpp's converter reordered
+              are in ``FileMatrix.order``, and weights have the layout of ``nn.Linear`` in all families
+    files     all parts of the file
     """
 
     config: dict[str, Any]
     tensors: LazyTensors
     tokenizer: Any
     dtype: torch.dtype
+    matrices: dict[str, FileMatrix]
+    files: tuple[Path, ...]
 
 
 def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFContents:
@@ -123,7 +132,7 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
     metadata, stored = _read(path)
     try:
         config = config_of(path, metadata, stored)
-        loaders, unused = _loaders(config, stored, path=path)
+        loaders, matrices, unused = _loaders(config, stored, path=path)
     except KeyError as error:
         raise FileError(
             f"{path} lacks the metadata field {error} and so is not a complete model; fetch it again"
@@ -138,7 +147,7 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
     dtype = native if dtype is None else dtype
     config["dtype"] = dtype_name(dtype)
     tensors = LazyTensors({name: partial(_rounded, loader, dtype) for name, loader in loaders.items()})
-    return GGUFContents(config, tensors, tokenizer, native)
+    return GGUFContents(config, tensors, tokenizer, native, matrices, tuple(_parts(path, metadata)))
 
 
 def _rounded(loader: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -159,24 +168,66 @@ def unpermute_rotary(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, 
     return halves
 
 
-class _BoundedReader(GGUFReader):  # type: ignore[misc]  # gguf has no type annotations
-    """The reader of the ``gguf`` package, with a check that reads stay inside the file.
+class _Reader(GGUFReader):  # type: ignore[misc]  # gguf has no type annotations
+    """The reader of the ``gguf`` package, with a check that reads stay inside the file, and arrays decoded at once.
 
-    The original silently slices past the end, so a damaged array length makes it loop for hours.
+    The original silently slices past the end, so a damaged array length makes it loop for hours. It also makes two
+    arrays of numpy for every token and merge: 7 seconds and 500 MB for a vocabulary of 150,000.
     """
 
+    def __init__(self, path: Path) -> None:
+        self._arrays: dict[int, list[Any]] = {}  # by the offset of the value
+        super().__init__(path)
+
     def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        self._inside(int(offset) + np.dtype(dtype).itemsize * int(count))
+        return super()._get(offset, dtype, count, *args, **kwargs)
+
+    def _inside(self, end: int) -> None:
         if end > self.data.size:
             raise ValueError(f"it ends at byte {self.data.size}, but byte {end} is needed")
-        return super()._get(offset, dtype, count, *args, **kwargs)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        kind = GGUFValueType(raw_type)
+        if kind != GGUFValueType.ARRAY or self.byte_order == "S":
+            return super()._get_field_parts(orig_offs, raw_type)
+        of = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        count, first = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        if of == GGUFValueType.STRING:
+            self._arrays[orig_offs], end = self._strings(first, count)
+        elif (number := self.gguf_scalar_to_np.get(of)) is not None:
+            values = self._get(first, number, count)
+            self._arrays[orig_offs], end = values.tolist(), first + values.nbytes
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return end - orig_offs, [self.data[orig_offs:end]], [0], [kind, of]
+
+    def _strings(self, first: int, count: int) -> tuple[list[str], int]:
+        self._inside(first + 8 * count)
+        data, size_at, at = memoryview(self.data), struct.Struct("<Q").unpack_from, first
+        strings = []
+        try:
+            for _ in range(count):
+                end = at + 8 + size_at(data, at)[0]
+                strings.append(str(data[at + 8 : end], "utf-8"))
+                at = end
+        except struct.error:  # there is no size at this place
+            self._inside(at + 8)
+        self._inside(at)
+        return strings, at
+
+    def contents(self, field: Any) -> Any:
+        """The value of a field."""
+        value_at = field.offset + sum(int(part.nbytes) for part in field.parts[:3])
+        found = self._arrays.get(value_at)
+        return field.contents() if found is None else found
 
 
 def _open(path: Path) -> Any:
     if not path.is_file():
         raise FileError(f"there is no GGUF file at {path}; give the path of an existing file")
     try:
-        reader = _BoundedReader(path)
+        reader = _Reader(path)
     except (ValueError, KeyError, IndexError, OverflowError, TypeError, OSError) as error:
         detail = str(error).strip().rstrip(".")
         raise FileError(f"{path} is not a GGUF file, or is truncated or damaged ({detail}); fetch it again") from error
@@ -188,7 +239,14 @@ def _open(path: Path) -> Any:
 def _first_part(path: Path) -> Path:
     """The first part of a split file, from the name of any; it has the metadata."""
     part = _PART_NAME.fullmatch(path.name)
-    return path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf") if part else path
+    return _part(path, 1, int(part[3])) if part else path
+
+
+def _part(path: Path, number: int, count: int) -> Path:
+    """A part of a split file, from the name of any."""
+    named = _PART_NAME.fullmatch(path.name)
+    assert named is not None
+    return path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf")
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -204,8 +262,7 @@ def _read(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
         raise FileError(
             f"{path} is one of {count} parts of a split file; give all parts their names NAME-00001-of-{count:05}.gguf"
         )
-    for number in range(2, count + 1):
-        part = path.with_name(f"{named[1]}-{number:05}-of-{named[3]}.gguf")
+    for number, part in enumerate(_parts(path, metadata)[1:], 2):
         other = _open(part)
         if _fields(part, other).get("split.no") != number - 1:
             raise FileError(f"{part} is not part {number} of {path.name}; fetch it again")
@@ -216,9 +273,17 @@ def _read(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
     return metadata, stored
 
 
+def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    """All parts of a file, of which ``path`` is the first."""
+    count = metadata.get("split.count", 1)
+    if count == 1 or not isinstance(count, int):
+        return [path]
+    return [_part(path, number, count) for number in range(1, count + 1)]
+
+
 def _fields(path: Path, reader: Any) -> dict[str, Any]:
     try:
-        return {name: field.contents() for name, field in reader.fields.items()}
+        return {name: reader.contents(field) for name, field in reader.fields.items()}
     except (ValueError, IndexError) as error:
         raise FileError(f"{path} is a damaged GGUF file ({error}); fetch it again") from error
 
@@ -234,14 +299,15 @@ def _stored_dtype(stored: Mapping[str, Any]) -> torch.dtype:
 
 def _loaders(
     config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path
-) -> tuple[dict[str, Callable[[], torch.Tensor]], list[str]]:
-    """One loader for each parameter, and the names of the tensors that are not used.
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, FileMatrix], list[str]]:
+    """One loader for each parameter, the quantised matrices, and the names of the tensors that are not used.
 
     Raises FileError if a block is missing, ModelError for a tensor that llama.cpp would use in another way.
     """
     architecture, layers = config["model_type"], int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     names = _names_of(architecture)
     loaders: dict[str, Callable[[], torch.Tensor]] = {}
+    matrices: dict[str, FileMatrix] = {}
     blocks: set[int] = set()
     unused: list[str] = []
     for name, tensor in stored.items():
@@ -258,6 +324,9 @@ def _loaders(
         if block < layers and module is not None and (kind == "weight" or leaf in names.biased):
             transposed = kind == "weight" and leaf in names.transposed
             loaders[f"{module}.{kind}"] = partial(_load, tensor, config, path, leaf=leaf, transposed=transposed)
+            if len(tensor.shape) == 2 and tensor.data.dtype == np.uint8 and tensor.tensor_type not in _FLOATS:
+                order = _rotary_order(tensor, config, path, leaf=leaf)
+                matrices[f"{module}.{kind}"] = FileMatrix(tensor.tensor_type, tensor.data, int(tensor.shape[0]), order)
         elif block < layers and _known_tensors().fullmatch(name):
             raise ModelError(
                 f"{path} has the tensor {name}, and {architecture} models with it are not supported; use the model's "
@@ -267,7 +336,7 @@ def _loaders(
             unused.append(name)
     if not blocks.issuperset(range(layers)) or f"{names.ends['token_embd']}.weight" not in loaders:
         raise FileError(f"{path} should contain {layers} blocks but has {len(blocks)}; fetch it again")
-    return _without_bias(names, config, stored, layers) | loaders, unused
+    return _without_bias(names, config, stored, layers) | loaders, matrices, unused
 
 
 @cache
@@ -304,12 +373,23 @@ def _load(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str, tran
         raise ModelError(
             f"{path} stores {tensor.name} as {kind}, which cannot be dequantised; use a file in another format"
         ) from error
-    if config["model_type"] == "llama" and leaf in {"attn_q", "attn_k"}:
-        heads = int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
-        if heads < 1 or values.shape[0] % (2 * heads):
-            raise FileError(f"{path} has {values.shape[0]} rows in {tensor.name} for {heads} heads; fetch it again")
-        values = unpermute_rotary(values, heads)
+    order = _rotary_order(tensor, config, path, leaf=leaf)
+    values = values if order is None else values[order]
     if config["model_type"] == "gemma2" and leaf.endswith("norm"):
         values = values - np.float32(1)
     # a copy, since the file is mapped read-only and may be replaced while the model is in use
     return torch.from_numpy(np.array(values.T if transposed else values, dtype=np.float32, order="C"))
+
+
+def _rotary_order(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str) -> NDArray[np.int64] | None:
+    """The file's row of each row of a q or k projection that llama.cpp's converter reordered; None for other tensors.
+
+    Raises FileError if the rows are not those of whole heads.
+    """
+    if config["model_type"] != "llama" or leaf not in {"attn_q", "attn_k"}:
+        return None
+    rows = int(tensor.shape[-1])
+    heads = int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
+    if heads < 1 or rows % (2 * heads):
+        raise FileError(f"{path} has {rows} rows in {tensor.name} for {heads} heads; fetch it again")
+    return unpermute_rotary(np.arange(rows), heads)

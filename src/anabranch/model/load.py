@@ -7,13 +7,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from anabranch.errors import DeviceError, FetchError, FileError, InputError
+from anabranch.errors import DeviceError, FetchError, FileError, InputError, ModelWarning
 from anabranch.model.check import token_ids
 from anabranch.model.config import ModelConfig, needed
 from anabranch.model.decoder import Decoder
@@ -21,15 +21,20 @@ from anabranch.model.families import model_config
 from anabranch.model.generation_config import GenerationDefaults, read_defaults
 from anabranch.model.lora import with_lora
 from anabranch.model.peft import read_lora, read_settings
-from anabranch.model.quantize import Quantization, check_quantization, quantize_decoder
-from anabranch.model.stored import SafetensorsDir, load_safetensors_dir
+from anabranch.model.quantize import Quantization, Rounding, quantize_decoder, rounding_of
+from anabranch.model.stored import load_safetensors_dir
 from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, stored_dtype
 from anabranch.support.foreign import why_no_model
 from anabranch.support.jsonfiles import read_json
+from anabranch.support.log import LOGGER, warn
 from anabranch.support.memory import give_back
 from anabranch.support.nearest import hint
 from anabranch.support.processor import set_threads
+
+if TYPE_CHECKING:
+    from anabranch.model.as_stored import Packing
+    from anabranch.model.gguf import GGUFContents
 
 __all__ = [
     "Target",
@@ -63,6 +68,8 @@ class Target:
     fingerprint  the identity of the stored weights with the LoRA merged into them, if there is one, before ``quantize``
                  (``weights.fingerprint``)
     lora         the folder of the merged LoRA
+    quantize     "none", "int8", "int4", or "stored": packed in the formats of its GGUF file
+    formats      these formats, that of the most bytes first; empty unless it is stored
     generation   the defaults of its generation config
     needs        the method whose adapter is part of the model (``model.config``); empty: none
     """
@@ -77,6 +84,7 @@ class Target:
     lora: Path | None = None
     generation: GenerationDefaults = field(default=GenerationDefaults())
     needs: str = ""
+    formats: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -89,53 +97,129 @@ def load_target(
     *,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
-    quantize: str = "none",
+    quantize: str = "auto",
     revision: str | None = None,
     lora: Path | None = None,
+    keep: bool = True,
+    progress: Packing | None = None,
 ) -> Target:
     """Load a target by name: ``default``, a folder, a ``.gguf`` file, or a hub id (at ``revision``).
 
-    ``dtype`` is auto (as stored), float32, bfloat16 or float16; ``device`` is auto (cuda if available), cpu, cuda or
-    cuda:N; ``quantize`` is none, int8 or int4 (``model.quantize``): the quantised model is then the target. ``lora`` is
-    a folder in PEFT's format that is merged into the weights first.
+    dtype     auto (as stored), float32, bfloat16 or float16
+    device    auto (cuda if available), cpu, cuda or cuda:N
+    quantize  auto, none, int8 or int4 (``model.quantize``): the quantised model is then the target. With auto, a
+              quantised GGUF file is packed for the native kernels as it is stored, and passes no gradients; it is
+              dequantised where a dtype is given, on a GPU, with a LoRA, and where the kernels cannot run it, which a
+              ModelWarning explains
+    lora      a folder in PEFT's format that is merged into the weights first
+    keep      keep packed weights in the user's cache directory, and use those of an earlier load
+    progress  called while weights are packed
     """
-    kind = check_quantization(quantize)
+    rounding = rounding_of(quantize)
     wanted, place = resolve_dtype(dtype), resolve_device(device)
     set_threads(None)
     path = locate(name, revision=revision)
-    tensors: Mapping[str, Tensor]
-    generation, stated = GenerationDefaults(), None
-    tokenizer = None
     if path.is_file():
-        from anabranch.model.gguf import read_gguf
-
-        # the dequantised values, so that the fingerprint does not depend on the dtype
-        described, tensors, tokenizer, stored = read_gguf(path, dtype=torch.float32)
-        wanted = wanted or stored
-    else:
-        described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
-        generation, stated = read_defaults(path, described, _AGAIN)
+        return _load_gguf(
+            *(name, path),
+            wanted=wanted,
+            place=place,
+            rounding=None if quantize == "auto" else rounding,
+            lora=lora,
+            keep=keep,
+            progress=progress,
+        )
+    described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
+    generation, stated = read_defaults(path, described, _AGAIN)
     config = model_config(described)
     ends = config.eos_token_ids
     if stated is not None:
         ends = token_ids(stated, "eos_token_id", config.vocab_size, "generation_config.json")
     if wanted is None:
-        assert isinstance(tensors, SafetensorsDir), "the type of a GGUF file's weights is chosen above"
         wanted = stored_dtype(config, tensors, _DTYPES.get(str(described.get("dtype") or described.get("torch_dtype"))))
-    needs = needed(described)
+    decoder, identity, needs = _dense(config, tensors, lora, dtype=wanted, device=place)
+    quantize_decoder(decoder, rounding)
+    target = Target(
+        *(decoder, None, config, name, path, identity, rounding, lora, generation),
+        needs=needed(described) or needs,
+    )
+    # the tokenizer last, so that errors in the config or the weights come before the second that transformers takes
+    return _finished(target, ends, _tokenizer(path))
+
+
+def _load_gguf(
+    name: str,
+    path: Path,
+    *,
+    wanted: torch.dtype | None,
+    place: torch.device,
+    rounding: Rounding | None,
+    lora: Path | None,
+    keep: bool,
+    progress: Packing | None,
+) -> Target:
+    """A target of a GGUF file; with ``rounding`` None as it is stored, if it can be."""
+    from anabranch.model.gguf import read_gguf
+
+    # the dequantised values, so that the fingerprint does not depend on the dtype
+    contents = read_gguf(path, dtype=torch.float32)
+    config = model_config(contents.config)
+    filled = None
+    if rounding is None and wanted is None and place.type == "cpu" and lora is None:
+        filled = _as_stored(path, config, contents, keep=keep, progress=progress)
+    kind: Quantization = "stored"
+    needs = needed(contents.config)
+    if filled is None:
+        decoder, identity, more = _dense(config, contents.tensors, lora, dtype=wanted or contents.dtype, device=place)
+        needs, kind = needs or more, rounding or "none"
+        quantize_decoder(decoder, rounding or "none")
+    else:
+        decoder, identity = filled
+    target = Target(decoder, None, config, name, path, identity, kind, lora, needs=needs)
+    if kind == "stored":
+        from anabranch.model.as_stored import formats_of
+
+        target = replace(target, formats=formats_of(contents.matrices))
+    return _finished(target, config.eos_token_ids, contents.tokenizer)
+
+
+def _as_stored(
+    path: Path, config: ModelConfig, contents: GGUFContents, *, keep: bool, progress: Packing | None
+) -> tuple[Decoder, str] | None:
+    """The decoder of a file as it is stored, and its fingerprint; None if it has to be dequantised."""
+    from anabranch.model.as_stored import NotStoredError, fill_as_stored
+
+    try:
+        return fill_as_stored(
+            *(config, contents.tensors, contents.matrices, contents.files), keep=keep, progress=progress
+        )
+    except NotStoredError as reason:
+        if reason.surprising:
+            warn(f"the weights of {path} are dequantised to bfloat16: {reason}", ModelWarning, stacklevel=3)
+        else:
+            LOGGER.info("%s is not decoded as it is stored: %s", path, reason)
+    return None
+
+
+def _dense(
+    config: ModelConfig, tensors: Mapping[str, Tensor], lora: Path | None, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Decoder, str, str]:
+    """A decoder with unpacked weights, its fingerprint, and the method that the LoRA needs."""
+    needs = ""
     if lora is not None:
         tensors = with_lora(tensors, read_lora(lora, config), config)
-        needs = needs or read_settings(lora).needs
-    decoder, identity = fill_decoder(config, tensors, dtype=wanted, device=place)
-    quantize_decoder(decoder, kind)
-    # the tokenizer last, so that errors in the config or the weights come before the second that transformers takes
-    tokenizer = _tokenizer(path) if tokenizer is None else tokenizer
+        needs = read_settings(lora).needs
+    return *fill_decoder(config, tensors, dtype=dtype, device=device), needs
+
+
+def _finished(target: Target, ends: tuple[int, ...], tokenizer: Any) -> Target:
+    """A target with its tokenizer and end tokens."""
     tokenizer.model_max_length = sys.maxsize  # no warning from transformers: the engine checks lengths
-    config = replace(decoder.config, eos_token_ids=_eos(ends, tokenizer))
-    decoder.config = config
+    decoder = target.decoder
+    decoder.config = replace(decoder.config, eos_token_ids=_eos(ends, tokenizer))
     name_tokenizer(decoder, tokenizer)
     give_back()
-    return Target(decoder, tokenizer, config, name, path, identity, kind, lora, generation, needs)
+    return replace(target, tokenizer=tokenizer, config=decoder.config)
 
 
 def base_name(target: Target) -> str:

@@ -6,6 +6,7 @@ M rows, D inputs, N outputs.
 from __future__ import annotations
 
 from copy import copy
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from anabranch.model.network import Network
 from anabranch.model.quantize import GROUP, QuantizedWeight
 from anabranch.native import library as native
 
-__all__ = ["HeadTable", "NativeLinear", "Screen", "SelectedOutputs", "table_of"]
+__all__ = ["HeadTable", "NativeLinear", "RowTable", "Screen", "SelectedOutputs", "StoredWeight", "table_of"]
 
 MIN_SCREENED = 4096  # outputs from which a screen makes ``choose`` faster
 MAX_NORM = 1e12  # of a screened output: sums of larger ones may overflow
@@ -65,10 +66,18 @@ class Screen:
         return self._memory.nbytes
 
 
+class StoredWeight(NamedTuple):
+    """A weight packed in the formats of its GGUF file (``native.stored``), and the memory that it points to."""
+
+    packed: native.Packed
+    memory: Tensor
+
+
 class NativeLinear(nn.Module):
     """``nn.Linear`` over a packed weight, for inference; batch-invariant.
 
-    weight   bf16 or float32 [N, D], or quantised; inputs and outputs have its type, or bf16 if it is quantised
+    weight   bf16 or float32 [N, D], or quantised, or packed as it is stored (with ``gated``: interleaved already);
+             inputs and outputs have its type, or bf16 if it is quantised
     wide     return float32 (logits) instead
     keep     an unpacked copy to keep as well, if ``rows`` cannot be read from the packed weight
     screen   also keep an int8 copy of an unquantised weight, which makes ``choose`` faster
@@ -81,7 +90,7 @@ class NativeLinear(nn.Module):
 
     def __init__(
         self,
-        weight: Tensor | QuantizedWeight,
+        weight: Tensor | QuantizedWeight | StoredWeight,
         bias: Tensor | None,
         *,
         keep: Tensor | None = None,
@@ -98,7 +107,10 @@ class NativeLinear(nn.Module):
         self.screen = Screen.of(kernels, weight, bias) if screen and isinstance(weight, Tensor) else None
         exact = QuantizedWeight.exact(weight) if compact and isinstance(weight, Tensor) else None
         stored = weight if exact is None else exact
-        if isinstance(stored, QuantizedWeight):
+        if isinstance(stored, StoredWeight):
+            self.kind, self.dtype = "stored", torch.bfloat16
+            self.packed, self._memory = stored
+        elif isinstance(stored, QuantizedWeight):
             q = stored.outputs(self._interleave) if gated else stored
             self.kind, self.dtype = q.kind if exact is None else "compact", torch.bfloat16
             self.packed, self._memory = kernels.pack(self.kind, q.values, q.scale, q.least)
@@ -107,7 +119,7 @@ class NativeLinear(nn.Module):
             more = -stored.shape[1] % (4 // stored.dtype.itemsize)
             whole = F.pad(stored.detach(), (0, more)) if more else stored
             self.packed, self._memory = kernels.pack(self.kind, self._interleave(whole) if gated else whole)
-        self.in_features = (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[1]
+        self.in_features = _width(weight)
         self.out_features = self.packed.outputs
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.offset = None if bias is None else bias.detach().float().contiguous()
@@ -122,6 +134,11 @@ class NativeLinear(nn.Module):
         """Interleave blocks of the first half and of the second of axis 0, or undo that (``back``)."""
         shape = (-1, 2, native.BLOCK) if back else (2, -1, native.BLOCK)
         return y.view(*shape, *y.shape[1:]).transpose(0, 1).reshape(y.shape)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its rows are rounded to int8."""
+        return self.kind in ("int8", "int4", "stored")
 
     @property
     def of_rows(self) -> str:
@@ -160,6 +177,9 @@ class NativeLinear(nn.Module):
         """Rows of the unpacked weight for some outputs [...]: [..., in]."""
         if self.weight is not None:
             return self.weight[outputs]
+        if self.kind == "stored":
+            rows = self.kernels.unpack_stored(self.packed, outputs.flatten().numpy())
+            return rows.to(self.dtype).view(*outputs.shape, self.in_features)
         return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)[..., : self.in_features]
 
     def _blocks(self) -> Tensor:
@@ -169,7 +189,9 @@ class NativeLinear(nn.Module):
 
     def dense(self) -> Tensor:
         """The unpacked (and dequantised) weight [out, in], rounded to the inputs' type."""
-        if self.kind in ("int8", "int4", "compact"):
+        if self.kind == "stored":
+            y = self.kernels.unpack_stored(self.packed).to(self.dtype)
+        elif self.kind in ("int8", "int4", "compact"):
             # each column of the unit matrix is exact in int8, so its product is the weight's column
             unit = torch.eye(self.in_features, dtype=self.dtype)
             y = self.kernels.linear(unit, self.packed, None).T.to(self.dtype)
@@ -187,17 +209,20 @@ class SelectedOutputs(NativeLinear):
         self._source, self._from = [source], packed  # in a list, so that it is not a submodule
         self.kernels, self.wide, self.gated = source.kernels, source.wide, False
         self.dtype, self.in_features, self.out_features = source.dtype, source.in_features, 0
-        self.kind = "float32" if source.dtype == torch.float32 else "int8"
+        self.kind = source.kind if packed is source.packed else "int8"
         self.weight = self.screen = self.bias = self.offset = None
         self._room, self._memory = self.kernels.room(packed, native.BLOCK)
         self.packed = native.Packed(None, 0, packed.width, packed.kind)
 
     @staticmethod
     def of(source: nn.Module) -> SelectedOutputs | None:
-        """An empty selection; None unless the weight is float32 or int8, or has a screen, and has no bias."""
+        """An empty selection; None unless the weight is float32, int8 or stored, or has a screen, and has no bias.
+
+        All blocks of a stored weight have one format: it is a head.
+        """
         if not isinstance(source, NativeLinear) or source.offset is not None:
             return None
-        if source.kind in ("float32", "int8"):
+        if source.kind in ("float32", "int8", "stored"):
             return SelectedOutputs(source, source.packed)
         return None if source.screen is None else SelectedOutputs(source, source.screen.native.copy)
 
@@ -205,9 +230,9 @@ class SelectedOutputs(NativeLinear):
         """Append these outputs [n] of the weight."""
         first, count = self.out_features, self.out_features + len(outputs)
         if count > self._room.outputs:
-            before = self._memory
-            self._room, self._memory = self.kernels.room(self._from, max(count, 2 * self._room.outputs))
-            self._memory[: len(before)] = before
+            room, memory = self.kernels.room(self._from, max(count, 2 * self._room.outputs))
+            self.kernels.copy_outputs(self._room, np.arange(first), room, 0)
+            self._room, self._memory = room, memory
         self.kernels.copy_outputs(self._from, outputs, self._room, first)
         self.packed = native.Packed(self._room.data, count, self._room.width, self._room.kind)
         self.out_features = count
@@ -225,11 +250,36 @@ class HeadTable(nn.Module):
         return self.head.rows(tokens)
 
 
+class RowTable(nn.Module):
+    """An embedding in the format of its GGUF file, looked up by row: its values are exact, float32.
+
+    rows  uint8 [words, bytes of a row], in the format with the number ``kind`` (``native.STORED_TYPES``)
+    """
+
+    def __init__(self, kernels: native.Library, kind: int, rows: Tensor, width: int) -> None:
+        super().__init__()
+        self.kernels, self.kind, self.rows, self.width = kernels, kind, rows, width
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] -> [..., D]."""
+        found = self.kernels.raw_rows(self.kind, self.rows.numpy(), self.width, tokens.flatten().numpy())
+        return found.view(*tokens.shape, self.width)
+
+
 def table_of(target: Network) -> native.Table:
     """A target's embedding for the kernels; the target must outlive their calls."""
     if isinstance(target.embedding, HeadTable):
         packed = target.embedding.head.packed
         return native.Table(rows=packed.data, packed=1, words=packed.outputs)
+    if isinstance(target.embedding, RowTable):
+        rows = target.embedding.rows
+        return native.Table(rows=rows.data_ptr(), packed=2, words=len(rows), type=target.embedding.kind)
     weight = target.embedding.weight
     assert weight.is_contiguous()
     return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
+
+
+def _width(weight: Tensor | QuantizedWeight | StoredWeight) -> int:
+    if isinstance(weight, StoredWeight):
+        return int(weight.packed.width)
+    return (weight.values if isinstance(weight, QuantizedWeight) else weight).shape[1]

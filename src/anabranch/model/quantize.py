@@ -1,5 +1,7 @@
 """Weights in 8 or 4 bits. The quantised model is the target: lossless means lossless against its own output.
 
+    auto    the weights that the file has (``model.as_stored``); those of unquantised files are not rounded
+    none    not quantised; a quantised file is dequantised
     int8    symmetric, one scale for each output: w = scale * (value - 128)
     int4    a scale and a minimum for each group of 32 inputs: w = scale * value + least, values 0 to 15 (Q4_1 of GGUF
             files). The head, which decides between near ties, and layers whose inputs do not divide into groups are
@@ -30,16 +32,21 @@ from anabranch.support.nearest import hint
 __all__ = [
     "GROUP",
     "QUANTIZATIONS",
+    "ROUNDINGS",
     "Quantization",
     "QuantizedLinear",
     "QuantizedWeight",
+    "Rounding",
     "check_quantization",
     "plain_linears",
     "quantize_decoder",
+    "rounding_of",
 ]
 
-Quantization: TypeAlias = Literal["none", "int8", "int4"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
+Rounding: TypeAlias = Literal["none", "int8", "int4"]
+Quantization: TypeAlias = Literal["none", "int8", "int4", "stored"]
+ROUNDINGS: tuple[Rounding, ...] = ("none", "int8", "int4")
+QUANTIZATIONS = ("auto", *ROUNDINGS)  # that can be asked for
 GROUP = 32
 AT_ONCE = 256
 
@@ -143,12 +150,16 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.quantized().dense().to(x.dtype), self.bias)
 
 
-def check_quantization(kind: str) -> Quantization:
-    """The quantisation of a name. Raises InputError for an unknown one."""
-    for known in QUANTIZATIONS:
-        if kind == known:
-            return known
-    raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}{hint(kind, QUANTIZATIONS)}")
+def check_quantization(kind: str) -> None:
+    """Raise InputError for an unknown name of a quantisation."""
+    if kind not in QUANTIZATIONS:
+        raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {kind!r}{hint(kind, QUANTIZATIONS)}")
+
+
+def rounding_of(kind: str) -> Rounding:
+    """The rounding that a name of a quantisation asks for; "none" for "auto". Raises InputError for an unknown name."""
+    check_quantization(kind)
+    return next((known for known in ROUNDINGS if known == kind), "none")
 
 
 def plain_linears(target: Network, form: str) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -165,7 +176,7 @@ def plain_linears(target: Network, form: str) -> Iterator[tuple[nn.Module, str, 
             yield module, name, linear
 
 
-def quantize_decoder(target: Network, kind: Quantization) -> None:
+def quantize_decoder(target: Network, kind: Rounding) -> None:
     """Replace the linear layers of a target by quantised ones, in place."""
     if kind == "none":
         return

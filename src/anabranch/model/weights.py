@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,10 @@ from anabranch.model.stored import SafetensorsDir, dtype_name, is_finite, load_s
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import free_memory
 
-__all__ = ["assemble", "build_decoder", "fill_decoder", "fingerprint", "random_decoder", "stored_dtype"]
+__all__ = [
+    *("Identity", "assemble", "build_decoder", "check_finite", "check_memory", "described_decoder", "fill_decoder"),
+    *("fingerprint", "put", "random_decoder", "stored_dtype"),
+]
 
 # Values per tensor in a fingerprint: enough to distinguish trained models, few enough for 10 ms per GB.
 _SAMPLES = 4096
@@ -74,27 +77,36 @@ def fill_decoder(
     ``tied_head`` of the decoder's config follows from the tensors. The fingerprint is taken before the cast to
     ``dtype``, so that it identifies the stored weights. Unused tensors are named in a ModelWarning.
     """
+    decoder = described_decoder(config, tensors, dtype=dtype)
+    config, parameters = decoder.config, sorted(decoder.named_parameters())
+    # check the shapes first: a damaged config may ask for any amount of memory
+    assemble(config, tensors, "embedding.weight", decoder.embedding.weight.shape)
+    check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
+    identity = Identity(config)
+    for name, parameter in parameters:
+        stored = assemble(config, tensors, name, parameter.shape)
+        identity.add(name, stored)
+        value = stored.to(device, dtype).contiguous() if share else _empty(stored.shape, dtype, device).copy_(stored)
+        check_finite(config, name, stored, value)
+        put(decoder, name, value)
+    decoder.backend = backend_for(device)
+    return decoder, identity.fingerprint
+
+
+def described_decoder(config: ModelConfig, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> Decoder:
+    """The decoder of a config and the names of its tensors, on ``meta``.
+
+    Raises ModelError if they do not belong together, and warns of unused tensors (ModelWarning).
+    """
     _check_layers(config, tensors)
     tensors = split_experts(config, tensors)
     config = _with_head(config, tensors)
     decoder = build_decoder(config, dtype=dtype)
-    parameters = sorted(decoder.named_parameters())
-    _check_names(config, tensors, [name for name, _ in parameters])
-    # check the shapes first: a damaged config may ask for any amount of memory
-    assemble(config, tensors, "embedding.weight", decoder.embedding.weight.shape)
-    _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
-    digest = _digest(config)
-    for name, parameter in parameters:
-        stored = assemble(config, tensors, name, parameter.shape)
-        _add(digest, name, stored)
-        value = stored.to(device, dtype).contiguous() if share else _empty(stored.shape, dtype, device).copy_(stored)
-        _check_finite(config, name, stored, value)
-        _put(decoder, name, value)
-    decoder.backend = backend_for(device)
-    return decoder, digest.hexdigest()
+    _check_names(config, tensors, sorted(name for name, _ in decoder.named_parameters()))
+    return decoder
 
 
-def _check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor) -> None:
+def check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor) -> None:
     """Raise NumericsError for weights that are not finite; reads a tensor that is still in the CPU's caches."""
     if is_finite(value):
         return
@@ -109,22 +121,23 @@ def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     """A decoder with arbitrary weights, for timing."""
     decoder = build_decoder(config, dtype=dtype)
     parameters = sorted(decoder.named_parameters())
-    _check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
+    check_memory(sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize, device)
     # repeat the same numbers: drawing billions takes minutes, and timings do not depend on the values
     noise = (0.02 * torch.randn(2**20 + 1)).to(device, dtype)
     for name, parameter in parameters:
         if parameter.dim() == 1:
-            _put(decoder, name, torch.full(parameter.shape, float(name.endswith("weight")), dtype=dtype, device=device))
+            put(decoder, name, torch.full(parameter.shape, float(name.endswith("weight")), dtype=dtype, device=device))
             continue
         value = _empty(parameter.shape, dtype, device)
         for part in torch.split(value.view(-1), len(noise)):
             part.copy_(noise[: len(part)])
-        _put(decoder, name, value)
+        put(decoder, name, value)
     decoder.backend = backend_for(device)
     return decoder
 
 
-def _put(decoder: Decoder, name: str, value: Tensor) -> None:
+def put(decoder: Decoder, name: str, value: Tensor) -> None:
+    """Make ``value`` the parameter of a name; with a tied head, the embedding's is the head's too."""
     stem, _, kind = name.rpartition(".")
     setattr(decoder.get_submodule(stem), kind, nn.Parameter(value, requires_grad=False))
     if name == "embedding.weight" and decoder.config.tied_head:
@@ -141,7 +154,8 @@ def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
         ) from error
 
 
-def _check_memory(needed: int, device: torch.device) -> None:
+def check_memory(needed: int, device: torch.device) -> None:
+    """Raise DeviceError if weights of ``needed`` bytes do not fit into the memory that is free."""
     free = free_memory(device)
     if free is not None and needed > free:
         raise DeviceError(
@@ -261,31 +275,47 @@ def fingerprint(weights: Decoder | Path) -> str:
     differ from its folder's, since values may underflow: ``fill_decoder`` therefore returns that of the stored weights.
     """
     if isinstance(weights, Decoder):
-        digest = _digest(weights.config)
+        identity = Identity(weights.config)
         for name, parameter in sorted(weights.named_parameters()):
-            _add(digest, name, parameter.detach())
-        return digest.hexdigest()
+            identity.add(name, parameter.detach())
+        return identity.fingerprint
     config = model_config(read_json(weights / "config.json", "a model folder needs it"))
     tensors = split_experts(config, load_safetensors_dir(weights))
     config = _with_head(config, tensors)
-    digest = _digest(config)
+    identity = Identity(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):
-        _add(digest, name, assemble(config, tensors, name, parameter.shape))
-    return digest.hexdigest()
+        identity.add(name, assemble(config, tensors, name, parameter.shape))
+    return identity.fingerprint
 
 
-def _digest(config: ModelConfig) -> hashlib._Hash:
-    # an explicit list, so that a new field of ModelConfig does not invalidate every adapter
-    c = config
-    heads = (c.num_heads, c.num_kv_heads, c.head_dim)
-    fields = (c.family, c.vocab_size, c.hidden_size, c.num_layers, *heads, c.intermediate_size, c.tied_head)
-    return hashlib.sha256(repr(fields).encode())
+class Identity:
+    """A fingerprint in the making: parameters are added in the order of their names."""
 
+    def __init__(self, config: ModelConfig) -> None:
+        # an explicit list, so that a new field of ModelConfig does not invalidate every adapter
+        c = config
+        heads = (c.num_heads, c.num_kv_heads, c.head_dim)
+        fields = (c.family, c.vocab_size, c.hidden_size, c.num_layers, *heads, c.intermediate_size, c.tied_head)
+        self._digest = hashlib.sha256(repr(fields).encode())
 
-def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
-    flat = tensor.reshape(-1)
-    # an odd step visits all columns of a matrix, not only one
-    step = (flat.numel() // _SAMPLES) | 1
-    sample = flat[::step][:_SAMPLES].to(torch.bfloat16).cpu().contiguous()
-    digest.update(f"{name}{tuple(tensor.shape)}".encode())
-    digest.update(sample.view(torch.int16).numpy().tobytes())
+    @property
+    def fingerprint(self) -> str:
+        """In hex."""
+        return self._digest.hexdigest()
+
+    @staticmethod
+    def sampled(count: int) -> range:
+        """The values of a flattened tensor of ``count`` that are part of the fingerprint."""
+        # an odd step visits all columns of a matrix, not only one
+        return range(0, count, (count // _SAMPLES) | 1)[:_SAMPLES]
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a parameter."""
+        flat = tensor.reshape(-1)
+        sampled = self.sampled(len(flat))
+        self.add_sample(name, tensor.shape, flat[:: sampled.step][: len(sampled)])
+
+    def add_sample(self, name: str, shape: Sequence[int], sample: Tensor) -> None:
+        """Add a parameter of this shape by its ``sampled`` values."""
+        self._digest.update(f"{name}{tuple(shape)}".encode())
+        self._digest.update(sample.to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().tobytes())

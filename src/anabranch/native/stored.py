@@ -106,7 +106,8 @@ class StoredWeights(ABC):
         """Outputs of a stored weight (None: all), exactly: float32 [n, D]."""
         wanted = np.arange(packed.outputs) if outputs is None else np.ascontiguousarray(outputs, np.int64)
         y = torch.empty(len(wanted), packed.width)
-        self._call("unpack_stored", ctypes.byref(packed), address(wanted), len(wanted), y.data_ptr())
+        if len(wanted):
+            self._call("unpack_stored", ctypes.byref(packed), address(wanted), len(wanted), y.data_ptr())
         return y
 
     def raw_rows(self, kind: int, raw: NDArray[np.uint8], width: int, rows: NDArray[np.int64]) -> Tensor:
@@ -115,7 +116,8 @@ class StoredWeights(ABC):
         require(raw.shape[1] == row_bytes(kind, width), "a row has {} bytes", raw.shape[1])
         rows = np.ascontiguousarray(rows, np.int64)
         y = torch.empty(len(rows), width)
-        self._call("raw_rows", kind, address(raw), len(raw), width, address(rows), len(rows), y.data_ptr())
+        if len(rows):
+            self._call("raw_rows", kind, address(raw), len(raw), width, address(rows), len(rows), y.data_ptr())
         return y
 
 

@@ -46,7 +46,7 @@ class DraftModelSettings(TreeSettings):
     nodes      node budget of a best-first tree, root included; 0: 16, or with tree=auto 24
     k          children of a node, or of nodes by depth: 3/2/1; empty: 2, in a best-first tree 16
     threshold  joint probability below which a node is not drafted; a chain ends there
-    quantize   none, int8 or int4 weights of the draft model
+    quantize   auto (as stored), none (dequantised), int8 or int4 weights of the draft model
     """
 
     paths = ("model",)
@@ -55,7 +55,7 @@ class DraftModelSettings(TreeSettings):
     k: str = ""
     threshold: float = 0.0
     model: str = ""
-    quantize: str = "none"
+    quantize: str = "auto"
 
     def __post_init__(self) -> None:
         if self.tokens != "auto" and not (self.tokens.isdigit() and 1 <= int(self.tokens) <= MOST_TOKENS):

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import torch
+
 from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target, locate, tokenizer_of
@@ -21,7 +23,7 @@ SHIPPED = Path(__file__).with_name("shipped")  # a folder for each draft model t
 _loaded: WeakValueDictionary[tuple[str, ...], Decoder] = WeakValueDictionary()
 
 
-def load_draft(name: str, target: Decoder, *, quantize: str = "none") -> Decoder:
+def load_draft(name: str, target: Decoder, *, quantize: str = "auto") -> Decoder:
     """The draft model of a name in the target's type, on its device, packed where the target is.
 
     ``name`` is whatever ``anabranch.load`` takes. Drafters of one draft model share it. Raises what loading a target
@@ -32,7 +34,12 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "none") -> Decoder
     key = (str(path), quantize, str(target.dtype), str(target.device), str(packed))
     model = _loaded.get(key)
     if model is None:
-        model = load_target(str(path), dtype=target.dtype, device=str(target.device), quantize=quantize).decoder
+        # a dtype that is asked for is one to dequantise to
+        free = quantize == "auto" and packed and target.dtype == torch.bfloat16
+        loaded = load_target(
+            str(path), dtype="auto" if free else target.dtype, device=str(target.device), quantize=quantize
+        )
+        model = loaded.decoder if loaded.quantize == "stored" else loaded.decoder.to(target.dtype)
         if packed:
             pack_decoder(model)
         _loaded[key] = model

@@ -48,7 +48,7 @@ def _read(file: Published, target: Decoder) -> tuple[EagleConfig, dict[str, Tens
         raise AdapterError(f"{file.source} has no layer like this target's ({error})") from error
     if EMBEDDING in file:
         stored = file.take(EMBEDDING, target.config.vocab_size, width)
-        own = target.embedding.weight.to("cpu", torch.float32)
+        own = target.embedding(torch.arange(len(stored), device=target.device)).to("cpu", torch.float32)
         if not torch.allclose(stored.float(), own, rtol=0.02, atol=1e-3):
             raise AdapterError(
                 f"{file.source} was trained with other embeddings than this target's; give the target that it was "

@@ -72,7 +72,9 @@ class _TrailWeights:
         inputs, up = root.packed["inputs"], root.packed["up"]
         assert isinstance(inputs, NativeLinear)
         assert isinstance(up, NativeLinear)
-        if {inputs.kind, up.kind} != {layer.qkv.kind} or inputs.out_features % BLOCK:
+        products = (inputs, up, layer.qkv)
+        alike = all(p.quantized for p in products) or len({p.kind for p in products}) == 1
+        if not alike or inputs.out_features % BLOCK:
             return None, []
         streams, hidden = (x.detach().float().contiguous() for x in (places, root.streams))
         norm = norm_weight(target.norm).contiguous()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from stored_rows import HALVES, raw_rows, values_of
 from test_kernels import needs_kernels, quantized_rows
 
 from anabranch.native import library as native
 from anabranch.native.arguments import STORED_TYPES
+from stored_rows import HALVES, raw_rows, values_of
 
 pytestmark = needs_kernels
 

@@ -1,0 +1,323 @@
+"""Load a target from a GGUF file as it is stored: the kernels multiply the file's own blocks, without rounding them.
+
+The weights of a product have exactly the file's values. Its inputs are rounded to int8 with a scale for every 32
+values, products of 32 values are summed exactly in int32, and these sums are added in float32. Embeddings are looked up
+in the file's format too. Norms and biases, which are not quantised, are read as in other loads.
+
+Weights are packed one after another, and the file's pages are given back, so that the model is in memory only once.
+Packed weights are kept for the next load (``packed_file``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anabranch.errors import ModelError, NumericsError
+from anabranch.model.blocks import Block
+from anabranch.model.config import ModelConfig
+from anabranch.model.decoder import Decoder
+from anabranch.model.families import module_rows, weight_source
+from anabranch.model.kernel_use import why_not_native
+from anabranch.model.matrix import FileMatrix
+from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
+from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
+from anabranch.model.stack import NativeBackend, Stack
+from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
+from anabranch.native import library as native
+
+__all__ = ["NotStoredError", "Packing", "fill_as_stored", "formats_of"]
+
+Packing: TypeAlias = Callable[[int, int], None]
+"""A callback (done, total) in bytes, called after each weight that was packed."""
+
+LAYOUT = 1  # version of the layout of packed weights
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
+
+
+class NotStoredError(Exception):
+    """The reason why a file is not loaded as it is stored.
+
+    surprising  the user could not expect it: the file has weights that other tools decode as they are stored
+    """
+
+    def __init__(self, why: str, *, surprising: bool = False) -> None:
+        super().__init__(why)
+        self.surprising = surprising
+
+
+class _Run(NamedTuple):
+    """Rows (None: all) of a matrix, packed from block ``first`` on, into every ``every``-th block."""
+
+    name: str
+    matrix: FileMatrix
+    rows: NDArray[np.int64] | None
+    first: int
+    every: int = 1
+
+    @property
+    def blocks(self) -> int:
+        count = len(self.matrix.rows) if self.rows is None else len(self.rows)
+        return -(-count // native.BLOCK)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The weight of one of the decoder's linear layers, or its embedding: matrices whose rows are its outputs.
+
+    gated  its two halves, gate and up, are interleaved block by block
+    """
+
+    name: str
+    parts: tuple[tuple[str, FileMatrix], ...]
+    gated: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return sum(matrix.shape[0] for _, matrix in self.parts), self.parts[0][1].width
+
+    def runs(self) -> list[_Run]:
+        """The parts in the order in which they are packed."""
+        if not self.gated:
+            first, runs = 0, []
+            for name, matrix in self.parts:
+                runs.append(_Run(name, matrix, matrix.order, first))
+                first += runs[-1].blocks
+            return runs
+        if len(self.parts) == 2:
+            return [_Run(name, matrix, matrix.order, half, 2) for half, (name, matrix) in enumerate(self.parts)]
+        ((name, matrix),) = self.parts
+        order = np.arange(matrix.shape[0]) if matrix.order is None else matrix.order
+        return [_Run(name, matrix, rows, half, 2) for half, rows in enumerate(np.split(order, 2))]
+
+    def types(self) -> list[int]:
+        """The format of each block of 32 outputs."""
+        runs = self.runs()
+        types = np.empty(sum(run.blocks for run in runs), np.int64)
+        for run in runs:
+            types[run.first : run.first + run.blocks * run.every : run.every] = int(run.matrix.kind)
+        return [int(kind) for kind in types]
+
+    def sample(self) -> Tensor:
+        """The dequantised values that are part of the fingerprint (``Identity``)."""
+        outputs, width = self.shape
+        sampled = Identity.sampled(outputs * width)
+        flat, values, first = np.arange(sampled.start, sampled.stop, sampled.step), [], 0
+        for _, matrix in self.parts:
+            size = matrix.shape[0] * width
+            values.append(matrix.values(flat[(flat >= first) & (flat < first + size)] - first))
+            first += size
+        return torch.from_numpy(np.concatenate(values))
+
+    def pack(self, kernels: native.Library) -> StoredWeight:
+        """The weight in packed blocks. Raises NumericsError for a scale that is not finite."""
+        packed, memory = kernels.stored(self.types(), *self.shape)
+        for run in self.runs():
+            finite = kernels.pack_stored(
+                packed, run.first, int(run.matrix.kind), np.asarray(run.matrix.rows), run.rows, every=run.every
+            )
+            run.matrix.give_back()
+            if not finite:
+                raise _not_finite(run.name)
+        return StoredWeight(packed, memory)
+
+
+class _Packed(NamedTuple):
+    """The packed weights of all linear layers, the rows of the embedding, and the fingerprint."""
+
+    weights: Mapping[str, StoredWeight]
+    rows: Tensor
+    fingerprint: str
+
+
+def formats_of(matrices: Mapping[str, FileMatrix]) -> tuple[str, ...]:
+    """The names of the formats of some matrices, that of the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for matrix in matrices.values():
+        sizes[matrix.kind.name] += matrix.nbytes
+    return tuple(name for name, _ in sizes.most_common())
+
+
+def fill_as_stored(
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    matrices: Mapping[str, FileMatrix],
+    files: Sequence[Path],
+    *,
+    keep: bool = True,
+    progress: Packing | None = None,
+) -> tuple[Decoder, str]:
+    """A packed decoder for the native kernels, and its fingerprint: that of the dequantised weights.
+
+    tensors   all parameters by their Hugging Face names, dequantised on access
+    matrices  the quantised ones, as the file stores them
+    files     the parts of the file
+    keep      use the packed weights of an earlier load, and keep them for the next one
+
+    Raises NotStoredError where the kernels cannot multiply these weights as they are stored; ModelError, NumericsError
+    and DeviceError as ``fill_decoder``.
+    """
+    if not matrices:
+        raise NotStoredError("the file is not quantised")
+    if (kernels := native.library()) is None:
+        raise NotStoredError(native.why_not())
+    decoder = described_decoder(config, tensors, dtype=torch.bfloat16)
+    weights = {name: _weight(decoder, name, matrices) for name in _names(decoder)}
+    others = [name for name, _ in sorted(decoder.named_parameters()) if name not in weights]
+    for name in others:
+        shape = decoder.get_parameter(name).shape
+        value = assemble(decoder.config, tensors, name, shape)
+        # biases are added in float32
+        made = value.float() if name.endswith(".bias") else value.to(torch.bfloat16)
+        check_finite(decoder.config, name, value, made)
+        put(decoder, name, made.clone())
+    if why := why_not_native(decoder):
+        raise NotStoredError(why)
+    parameters = [name for name, _ in sorted(decoder.named_parameters())]
+    packed = _found(kernels, weights, files) if keep else None
+    if packed is None:
+        packed = _pack(decoder, kernels, weights, parameters, files, keep=keep, progress=progress)
+    _replace(decoder, kernels, weights, packed)
+    return decoder, packed.fingerprint
+
+
+# -- the weights of a decoder ----------------------------------------------------------------------
+def _names(decoder: Decoder) -> Iterator[str]:
+    """The parameters that are packed: the embedding, and the weights of all linear layers."""
+    yield EMBEDDING
+    for index, block in enumerate(decoder.blocks):
+        assert isinstance(block, Block)
+        for module, name in block.linears():
+            yield f"blocks.{index}.{'mlp.' if module is block.mlp else ''}{name}.weight"
+    yield HEAD
+
+
+def _weight(decoder: Decoder, name: str, matrices: Mapping[str, FileMatrix]) -> _Weight:
+    """The matrices of a parameter.
+
+    Raises NotStoredError if the kernels cannot multiply them, ModelError if the config requires other shapes.
+    """
+    config = decoder.config
+    outputs, width = decoder.get_parameter(name).shape
+    source = weight_source(config, EMBEDDING if name == HEAD and config.tied_head else name)
+    parts = []
+    for rows, names in zip(module_rows(config, len(source.tensors), outputs), source.tensors, strict=True):
+        stored = next((each for each in names if each in matrices), None)
+        if stored is None:
+            raise NotStoredError(f"{names[0]} is not quantised, but other weights are", surprising=True)
+        matrix = matrices[stored]
+        if matrix.kind.name not in native.STORED_TYPES:
+            raise NotStoredError(f"{stored} is stored as {matrix.kind.name}, which has no kernels", surprising=True)
+        if matrix.shape != (rows, width):
+            raise ModelError(
+                f"{stored} has the shape {matrix.shape}, but the config requires {(rows, width)}; config and weights "
+                "do not belong together"
+            )
+        parts.append((stored, matrix))
+    gated = name.endswith("mlp.up.weight") and config.gated_mlp
+    whole = all(matrix.shape[0] % (native.BLOCK * (1 + gated)) == 0 for _, matrix in parts[: None if gated else -1])
+    if not whole or width % native.BLOCK:
+        raise NotStoredError(f"{parts[0][0]} does not divide into blocks of {native.BLOCK} outputs", surprising=True)
+    return _Weight(name, tuple(parts), gated)
+
+
+def _not_finite(name: str) -> NumericsError:
+    return NumericsError(f"{name} has values that are not finite numbers (NaN or infinity); fetch the weights again")
+
+
+def _replace(decoder: Decoder, kernels: native.Library, weights: Mapping[str, _Weight], packed: _Packed) -> None:
+    """Replace linear layers, embedding and backend by those over packed weights."""
+    for name, weight in packed.weights.items():
+        stem = name.removesuffix(".weight")
+        linear = decoder.get_submodule(stem)
+        assert isinstance(linear, nn.Linear)
+        made = NativeLinear(weight, linear.bias, gated=weights[name].gated, wide=name == HEAD)
+        parent, _, leaf = stem.rpartition(".")
+        setattr(decoder.get_submodule(parent), leaf, made)
+    ((_, matrix),) = weights[EMBEDDING].parts
+    decoder.embedding = RowTable(kernels, int(matrix.kind), packed.rows, matrix.width)
+    decoder.backend = NativeBackend(Stack.of_target(decoder))
+
+
+# -- packing, or the packed weights of an earlier load ---------------------------------------------
+@cache
+def _layout() -> str:
+    """The layout of packed weights: also the source of it, where it is at hand."""
+    source = Path(native.__file__).with_name("stored.h")
+    return f"{LAYOUT} {hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ''}"
+
+
+def _found(kernels: native.Library, weights: Mapping[str, _Weight], files: Sequence[Path]) -> _Packed | None:
+    """The packed weights of an earlier load; None if there are none that fit."""
+    entry = PackedFile.find(files, key_of(files, _layout()))
+    if entry is None:
+        return None
+    try:
+        made = {}
+        for name, weight in weights.items():
+            if name != EMBEDDING:
+                memory = entry.part(name)
+                made[name] = StoredWeight(kernels.adopt(memory, *weight.shape), memory)
+        return _Packed(made, _rows(entry, weights[EMBEDDING]), str(entry.facts["fingerprint"]))
+    except (AssertionError, KeyError, ValueError):
+        entry.remove()
+        return None
+
+
+def _rows(entry: PackedFile, weight: _Weight) -> Tensor:
+    ((_, matrix),) = weight.parts
+    return entry.part(EMBEDDING).view(matrix.rows.shape)
+
+
+def _pack(
+    decoder: Decoder,
+    kernels: native.Library,
+    weights: Mapping[str, _Weight],
+    parameters: Sequence[str],
+    files: Sequence[Path],
+    *,
+    keep: bool,
+    progress: Packing | None,
+) -> _Packed:
+    """Pack all weights; the parameters in the order in which they enter the fingerprint."""
+    ((name, table),) = weights[EMBEDDING].parts
+    if not table.finite():
+        raise _not_finite(name)
+    total = sum(matrix.nbytes for weight in weights.values() for _, matrix in weight.parts)
+    check_memory(total, torch.device("cpu"))
+    writer = PackedWriter(files, key_of(files, _layout()), total) if keep else None
+    identity, made, done = Identity(decoder.config), {}, 0
+    try:
+        for name in [*parameters, *({HEAD} - set(parameters))]:
+            if name not in weights:
+                identity.add(name, decoder.get_parameter(name))
+                continue
+            weight = weights[name]
+            if name in parameters:
+                identity.add_sample(name, weight.shape, weight.sample())
+            if name != EMBEDDING:
+                made[name] = weight.pack(kernels)
+            if writer is not None:
+                writer.add(name, table.stored_rows() if name == EMBEDDING else made[name].memory.numpy())
+            done += sum(matrix.nbytes for _, matrix in weight.parts)
+            if progress is not None:
+                progress(done, total)
+        entry = None if writer is None else writer.commit({"fingerprint": identity.fingerprint})
+    finally:
+        if writer is not None:
+            writer.discard()
+    # a copy, since the file may be replaced while the model is in use; in the cache directory it stays
+    rows = torch.from_numpy(table.stored_rows().copy()) if entry is None else _rows(entry, weights[EMBEDDING])
+    table.give_back()
+    return _Packed(made, rows, identity.fingerprint)

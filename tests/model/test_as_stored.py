@@ -1,0 +1,343 @@
+"""GGUF files in every format of quantised weights, decoded as they are stored."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import TOKENS, toy_model, write_gguf
+
+import anabranch
+from anabranch.errors import AnabranchError, FileError, ModelError, ModelWarning, NumericsError
+from anabranch.model import as_stored, packed_file
+from anabranch.model.gguf import read_gguf
+from anabranch.model.load import Target, load_target
+from anabranch.model.native_linear import NativeLinear
+from anabranch.native.arguments import STORED_TYPES
+from anabranch.native.library import library
+from children import in_child, together
+from small import logits_after
+from stored_rows import HALVES, raw_rows
+
+KINDS = sorted(STORED_TYPES)
+IDS = list(range(3, 43))
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
+needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels")
+Kinds = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of the test's own."""
+    monkeypatch.setenv("ANABRANCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "packed"
+
+
+def stored_file(
+    path: Path, kinds: Kinds, family: str = "llama", *, raw: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """A toy file whose matrices have random blocks of the formats that ``kinds`` says, by name."""
+    tied = options.pop("tie_word_embeddings", False)
+    model = toy_model(family, tie_word_embeddings=tied, **SIZES)
+    rows = {"attn_q": 256, "attn_k": 64, "attn_v": 64, "attn_output": 256, "ffn_gate": 512, "ffn_up": 512}
+    made: dict[str, tuple[str, np.ndarray]] = {}
+    for layer in range(2):
+        for leaf, count in {**rows, "ffn_down": 256}.items():
+            name = f"blk.{layer}.{leaf}.weight"
+            made[name] = (kinds(name), raw_rows(kinds(name), count, 512 if leaf == "ffn_down" else 256, len(made)))
+    for name in ("token_embd.weight", *(() if tied else ("output.weight",))):
+        made[name] = (kinds(name), raw_rows(kinds(name), len(TOKENS), 256, len(made)))
+    keys = {f"{family}.rope.dimension_count": 32}
+    return write_gguf(path, family, model, raw=made | (raw or {}), keys=keys, **options)
+
+
+def mixed(name: str) -> str:
+    """Another format for every tensor."""
+    return KINDS[sum(name.encode()) % len(KINDS)]
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Compare logits [N, V] of weights that are equal, but for inputs that are rounded to int8."""
+    error = (one.float() - other.float()).norm(dim=-1) / other.float().norm(dim=-1)
+    assert float(error.mean()) < 0.1
+
+
+def unpacked(linear: NativeLinear) -> torch.Tensor:
+    """The weight of a linear layer, exactly [N, D]."""
+    values = linear.kernels.unpack_stored(linear.packed)
+    return linear._interleave(values, back=True) if linear.gated else values
+
+
+def check_values(target: Target, dense: Target) -> None:
+    """Compare all weights with those of the dequantised target, in float32."""
+    found = dict(target.decoder.named_modules())
+    for name, module in dense.decoder.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            linear = found[name]
+            assert isinstance(linear, NativeLinear)
+            assert linear.kind == "stored"
+            assert torch.equal(unpacked(linear), module.weight), name
+            assert torch.equal(linear.dense(), module.weight.bfloat16())
+            if module.bias is not None:
+                assert torch.equal(linear.bias, module.bias)
+    words = torch.arange(len(TOKENS))
+    assert torch.equal(target.decoder.embedding(words), dense.decoder.embedding(words))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_has_the_values_of_the_file(tmp_path: Path, kind: str) -> None:
+    path = stored_file(tmp_path / "toy.gguf", lambda name: kind)
+    target, dense = load_target(str(path), device="cpu"), load_target(str(path), dtype="float32", device="cpu")
+    assert (target.quantize, target.formats, dense.quantize) == ("stored", (kind,), "none")
+    assert target.fingerprint == dense.fingerprint
+    check_values(target, dense)
+    close(logits_after(target.decoder, IDS), logits_after(dense.decoder, IDS))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_formats_may_differ_inside_of_a_layer(tmp_path: Path, family: str, tied: bool) -> None:
+    """q, k and v are one product here, and so are gate and up, whose blocks are interleaved."""
+    path = stored_file(tmp_path / "toy.gguf", mixed, family, tie_word_embeddings=tied, parts=2)
+    target, dense = load_target(str(path), device="cpu"), load_target(str(path), dtype="float32", device="cpu")
+    assert target.quantize == "stored"
+    assert len(target.formats) > 6
+    assert target.fingerprint == dense.fingerprint
+    assert target.config.tied_head == tied
+    check_values(target, dense)
+    close(logits_after(target.decoder, IDS), logits_after(dense.decoder, IDS))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_drafts_change_nothing(tmp_path: Path, kind: str) -> None:
+    path = stored_file(tmp_path / "toy.gguf", lambda name: kind)
+    with anabranch.load(path, device="cpu") as model:
+        assert model.target.quantize == "stored"
+        prompt = [*IDS, *IDS[:20]]
+        plain = model.generate(prompt, max_new_tokens=40, drafter="none")
+        for drafter in ("prompt_lookup", "suffix", "lookahead"):
+            assert model.generate(prompt, max_new_tokens=40, drafter=drafter).token_ids == plain.token_ids
+        drafted = f"draft_model:model={path}"
+        result = model.generate(prompt, max_new_tokens=40, drafter=drafted)
+        assert result.token_ids == plain.token_ids
+        assert result.stats.mean_acceptance_length > 3  # the draft model is the target itself, as it is stored
+
+
+@needs_kernels
+def test_what_is_asked_for_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored_file(tmp_path / "toy.gguf", mixed)
+    kinds = {name: load_target(str(path), device="cpu", quantize=name).quantize for name in ("none", "int8", "int4")}
+    assert kinds == {"none": "none", "int8": "int8", "int4": "int4"}
+    given = load_target(str(path), device="cpu", dtype="bfloat16")
+    assert (given.quantize, given.decoder.dtype) == ("none", torch.bfloat16)
+    assert isinstance(given.decoder.head, torch.nn.Linear)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        ("IQ4_XS", "blk.1.ffn_up.weight", None),
+        ("TQ1_0", "blk.1.ffn_up.weight", "mlp.up_proj.weight is stored as TQ1_0, which has no kernels"),
+        ("F16", "blk.0.attn_v.weight", "v_proj.weight is not quantised, but other weights are"),
+        ("F32", "output.weight", "lm_head.weight is not quantised, but other weights are"),
+    ],
+)
+def test_a_file_that_has_no_kernels_is_dequantised(tmp_path: Path, kind: str, name: str, why: str | None) -> None:
+    random = np.random.default_rng(0)
+    rows, width = {"blk.1.ffn_up.weight": (512, 256), "blk.0.attn_v.weight": (64, 256)}.get(name, (len(TOKENS), 256))
+    values = random.standard_normal((rows, width)).astype(np.float16 if kind == "F16" else np.float32)
+    if kind not in ("F16", "F32"):
+        values = raw_rows(kind, rows, width) if kind in STORED_TYPES else _ternary(rows, width)
+    path = stored_file(tmp_path / "toy.gguf", lambda name: "Q4_0", raw={name: (kind, values)})
+    if why is None:
+        assert load_target(str(path), device="cpu").quantize == "stored"
+        return
+    with pytest.warns(ModelWarning, match=f"are dequantised to bfloat16: model.*{why}|{why}"):
+        target = load_target(str(path), device="cpu")
+    assert (target.quantize, target.decoder.dtype) == ("none", torch.bfloat16)
+
+
+def _ternary(rows: int, width: int) -> np.ndarray:
+    kind = gguf.GGMLQuantizationType.TQ1_0
+    return gguf.quants.quantize(np.ones((rows, width), np.float32), kind)
+
+
+# -- kept for the next load ------------------------------------------------------------------------
+def packing(path: Path, **options: Any) -> bool:
+    """Load a file; returns whether its weights were packed, and checks that they are those of the file."""
+    calls: list[tuple[int, int]] = []
+    target = load_target(str(path), device="cpu", progress=lambda *call: calls.append(call), **options)
+    check_values(target, load_target(str(path), dtype="float32", device="cpu"))
+    assert not calls or calls[-1][0] == calls[-1][1]
+    return bool(calls)
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    return stored_file(tmp_path / "toy.gguf", mixed)
+
+
+@needs_kernels
+def test_packed_weights_are_kept(toy: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_target(str(toy), device="cpu")
+    (entry,) = home.iterdir()
+    assert not packing(toy)
+    assert load_target(str(toy), device="cpu").fingerprint == first.fingerprint
+    assert packing(toy, keep=False)
+    os.utime(toy, (1, 1))  # the file was changed
+    assert packing(toy)
+    assert len(list(home.iterdir())) == 2
+    monkeypatch.setattr(as_stored, "LAYOUT", -1)  # another version
+    as_stored._layout.cache_clear()
+    assert packing(toy)
+    as_stored._layout.cache_clear()
+    assert entry in home.iterdir()
+
+
+@needs_kernels
+@pytest.mark.parametrize("damage", ["cut", "facts", "part", "empty", "folder"])
+def test_a_damaged_entry_is_packed_again(toy: Path, home: Path, damage: str) -> None:
+    load_target(str(toy), device="cpu")
+    (entry,) = home.iterdir()
+    whole = bytearray(entry.read_bytes())
+    if damage == "cut":
+        del whole[-5000:]
+    elif damage == "facts":
+        whole[-200] ^= 255
+    elif damage == "part":
+        whole[:64] = bytes(range(100, 164))  # the formats of the first weight's blocks
+    elif damage == "empty":
+        whole.clear()
+    entry.unlink()
+    if damage == "folder":
+        entry.mkdir()
+        assert packing(toy)  # and cannot be kept
+        return
+    entry.write_bytes(whole)
+    assert packing(toy)
+    assert not packing(toy)
+
+
+@needs_kernels
+def test_the_file_may_be_replaced_while_the_model_is_in_use(toy: Path, home: Path) -> None:
+    for keep in (True, True, False):
+        target = load_target(str(toy), device="cpu", keep=keep)
+        before = logits_after(target.decoder, IDS)
+        content = toy.read_bytes()
+        toy.write_bytes(bytes(len(content)))
+        for entry in home.iterdir():
+            entry.unlink()
+        assert torch.equal(logits_after(target.decoder, IDS), before)
+        toy.write_bytes(content)
+
+
+@needs_kernels
+def test_the_cache_is_bounded(toy: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_target(str(toy), device="cpu")
+    (first,) = home.iterdir()
+    old = time.time() - 5000
+    os.utime(first, (old, old))
+    left, newer = home / ".toy.1.tmp", home / ".toy.2.tmp"
+    left.write_bytes(b"a load that was killed")
+    newer.write_bytes(b"a load that runs now")
+    os.utime(left, (old, old))
+    monkeypatch.setattr(packed_file, "MOST", 3 * first.stat().st_size // 2)
+    os.utime(toy, (1, 1))
+    assert packing(toy)
+    assert not first.exists()
+    assert (left.exists(), newer.exists()) == (False, True)
+    monkeypatch.setattr(packed_file, "MOST", 1000)
+    os.utime(toy, (2, 2))
+    assert packing(toy)
+    assert packing(toy)  # too large to be kept
+
+
+@needs_kernels
+def test_a_full_disk_leaves_nothing_behind(toy: Path, home: Path) -> None:
+    def limited() -> bool:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        return packing(toy) and packing(toy)
+
+    in_child(limited)
+    assert list(home.iterdir()) == []
+
+
+@needs_kernels
+def test_an_unwritable_cache_directory(toy: Path, home: Path) -> None:
+    home.parent.mkdir()
+    home.write_text("not a folder")
+    assert packing(toy)
+    assert packing(toy)
+
+
+@needs_kernels
+def test_three_processes_pack_at_once(toy: Path, home: Path) -> None:
+    together(*[lambda: packing(toy)] * 3)
+    assert len(list(home.iterdir())) == 1
+    assert not packing(toy)
+
+
+# -- damaged files ---------------------------------------------------------------------------------
+def damaged(whole: bytes, random: np.random.Generator) -> Iterator[bytes]:
+    """A file that was cut, and one with some bytes of its head changed: dimensions, formats, offsets."""
+    yield whole[: int(random.integers(len(whole)))]
+    for _ in range(4):
+        changed = bytearray(whole)
+        at = int(random.integers(5000, 9000))
+        changed[at : at + 8] = random.integers(0, 256, 8, dtype=np.uint8).tobytes()
+        yield bytes(changed)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore::anabranch.errors.ModelWarning")
+def test_damaged_files_are_a_sentence(tmp_path: Path, kind: str) -> None:
+    path = stored_file(tmp_path / "toy.gguf", lambda name: kind)
+    whole, random = path.read_bytes(), np.random.default_rng(0)
+    sentences = []
+    for content in damaged(whole, random):
+        path.write_bytes(content)
+        try:
+            load_target(str(path), device="cpu", keep=False)
+        except AnabranchError as error:
+            sentences.append(str(error))
+    assert sentences
+    assert not any("\n" in sentence for sentence in sentences)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["blk.1.attn_k.weight", "token_embd.weight", "output.weight"])
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"MXFP4"}))
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path, home: Path, kind: str, name: str) -> None:
+    rows = {"blk.1.attn_k.weight": 64}.get(name, len(TOKENS))
+    values = raw_rows(kind, rows, 256)
+    values[rows - 1, HALVES[kind][-1] : HALVES[kind][-1] + 2] = np.array([np.nan], np.float16).view(np.uint8)
+    path = stored_file(tmp_path / "toy.gguf", lambda name: kind, raw={name: (kind, values)})
+    with pytest.raises(NumericsError, match=r"weight has values that are not finite numbers \(NaN or infinity\)"):
+        load_target(str(path), device="cpu")
+    assert not home.exists() or not list(home.iterdir())
+
+
+@needs_kernels
+def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
+    few = stored_file(tmp_path / "few.gguf", mixed, raw={"blk.0.attn_k.weight": ("Q8_0", raw_rows("Q8_0", 32, 256))})
+    with pytest.raises(ModelError, match=r"k_proj.weight has the shape \(32, 256\), but .* requires \(64, 256\)"):
+        load_target(str(few), device="cpu")
+    whole = stored_file(tmp_path / "toy.gguf", mixed).read_bytes()
+    place = whole.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4
+    huge = tmp_path / "huge.gguf"
+    for size in (2**62, 2**40, 256 * 2**20):
+        huge.write_bytes(whole[: place + 8] + size.to_bytes(8, "little") + whole[place + 16 :])
+        with pytest.raises(FileError, match=r"truncated or damaged .* fetch it again"):
+            read_gguf(huge)
