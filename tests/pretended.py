@@ -266,11 +266,6 @@ def _repeat(calls: list[Call], found: tuple[Tensor, ...], outputs: tuple[Tensor,
         place.held.copy_(current(x).held)  # a graph of CUDA has written its outputs already
 
 
-def _trusted(device: torch.device) -> bool:
-    """Fused operations are their definitions here."""
-    return device.type == "cuda"
-
-
 def _there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Makes a tensor on the host first: ``torch.tensor`` with a device does not ask any mode."""
 
@@ -344,8 +339,8 @@ def cuda() -> Iterator[torch.device]:
             mock.patch.multiple(torch.cuda, **about),
             mock.patch.multiple(torch, tensor=_there(torch.tensor), as_tensor=_there(torch.as_tensor)),
             mock.patch("anabranch.model.graphs.CudaCapture", Capture),
-            mock.patch("anabranch.model.device.layers.trusted", _trusted),
-            mock.patch("anabranch.model.backends.trusted", _trusted),
+            # fused operations are their definitions here
+            mock.patch("anabranch.model.device.layers._tried", return_value=True),
             _Mode(),
         ):
             yield CUDA

@@ -30,7 +30,7 @@ from anabranch.drafting.drafter import Call, Drafter, Observation
 from anabranch.errors import NumericsError
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
+from anabranch.model.inputs import DeviceTrees, Inputs
 from anabranch.model.passes import PassResult
 from anabranch.model.reads import weight_bytes
 from anabranch.tree import DraftTree
@@ -195,11 +195,16 @@ class Engine(Batch):
 
     def _step(self, members: list[Member]) -> list[Step]:
         began = time.perf_counter()
-        trees, drafted = self._draft(members)
+        self._bound_depth(members)
+        grown = self._draft_on_device(members)
+        trees, drafted = self._draft(members) if grown is None else ([], [])
         probes = self._probes(members)
         after_draft = time.perf_counter()
         prefill = [member.unread for member in members]
-        result = self._forward(members, trees, probes)
+        result = self._forward(members, grown or trees, probes)
+        if grown is not None:
+            trees = grown.trees
+            drafted = [tree.size - 1 for tree in trees]
         if result.kept is not None:
             trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
         scores = Scores(self.target, members, result)
@@ -267,7 +272,6 @@ class Engine(Batch):
     def _draft(self, members: list[Member]) -> tuple[list[DraftTree], list[int]]:
         """What is verified of each row's draft, and the nodes that were drafted."""
         rows, drafters = [member.row for member in members], [member.drafter for member in members]
-        self._bound_depth(members)
         groups = _by_drafter(members)
         if any(drafter not in self._plans for drafter in groups):
             self._plans = self._plan(members)
@@ -283,6 +287,16 @@ class Engine(Batch):
         if any(drafter.adaptive and self._plans[drafter].nodes for drafter in groups):
             trees = self.controller.choose(rows, drafters, trees, self._plans)
         return trees, counts
+
+    def _draft_on_device(self, members: Sequence[Member]) -> DeviceTrees | None:
+        """The trees of all rows where a GPU grew them, unless the host has to see them before they are verified."""
+        drafter = members[0].drafter
+        if not self.target.backend.verifies or drafter.adaptive or drafter.probes or drafter not in self._plans:
+            return None
+        if any(member.drafter is not drafter or not member.greedy or member.unread for member in members):
+            return None
+        rows = [member.row for member in members]
+        return drafter.draft_on_device(rows, self._plans[drafter].nodes, self.cache.lengths[: len(rows)])
 
     def _bound_depth(self, members: Sequence[Member]) -> None:
         """Limit the depth of drafts to the tokens that each row may still emit before its last one.
@@ -314,7 +328,9 @@ class Engine(Batch):
                     probes[b] = probe
         return probes
 
-    def _forward(self, members: list[Member], trees: Sequence[DraftTree], probes: Sequence[DraftTree]) -> PassResult:
+    def _forward(
+        self, members: list[Member], trees: Sequence[DraftTree] | DeviceTrees, probes: Sequence[DraftTree]
+    ) -> PassResult:
         """The pass over all rows' trees; where every row takes the most probable tokens, these come with it.
 
         A backend may return accepted paths instead, unless nodes besides those of the trees are in the pass.
@@ -322,11 +338,12 @@ class Engine(Batch):
         prompts = [member.row.tokens[member.read : member.read + member.unread] for member in members]
         taps = {layer for member in members for layer in member.drafter.needs.layers}
         if probes:
+            assert not isinstance(trees, DeviceTrees)
             trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
         greedy = all(member.greedy for member in members)
         # not through ``Module.__call__``, which first looks for hooks
         return self.target.forward(
-            Inputs.of_trees(trees, prompts),
+            trees if isinstance(trees, DeviceTrees) else Inputs.of_trees(trees, prompts),
             self.cache,
             slots=slice(0, len(members)),
             taps=sorted(taps),
@@ -338,8 +355,11 @@ class Engine(Batch):
     @staticmethod
     def _emit(member: Member, tree: DraftTree, verdict: Verdict) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Append what was accepted to the row's text; an end token or the length limit cuts the accepted path."""
-        tokens = [int(tree.tokens[node]) for node in verdict.path[1:]] + [verdict.next_token]
-        sources = [tree.sources[node] for node in verdict.path[1:]] + ["target"]
+        if len(verdict.path) == 1:
+            tokens, sources = [verdict.next_token], ["target"]
+        else:
+            tokens = [int(tree.tokens[node]) for node in verdict.path[1:]] + [verdict.next_token]
+            sources = [tree.sources[node] for node in verdict.path[1:]] + ["target"]
         for count, token in enumerate(tokens, 1):
             if token in member.request.stop_ids:
                 member.finish = "stop"

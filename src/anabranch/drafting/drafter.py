@@ -23,6 +23,7 @@ from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
+from anabranch.model.inputs import DeviceTrees
 from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -175,6 +176,13 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
+
+    def draft_on_device(self, rows: Sequence[Row], budget: int, lengths: Sequence[int]) -> DeviceTrees | None:
+        """The trees of greedy rows where a GPU grew them, for a pass that verifies them there; None: call ``draft``.
+
+        lengths  the tokens of each row in the cache
+        """
+        return None
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """Extra nodes for the pass, whose tokens are observed but never emitted; called if ``probes``.

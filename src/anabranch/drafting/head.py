@@ -128,6 +128,7 @@ class DraftHead:
             bias = self.bias[self.vocabulary]
         packed = packed_like(target.head, weight, bias, SCORES)
         self.scores = packed or partial(F.linear, weight=weight, bias=bias)
+        self.weight = weight if packed is None and bias is None else None  # of ``scores``, if that is all
         self.read = weight.nbytes if packed is None else read_bytes([packed])
         del weight
         give_back()
@@ -230,7 +231,7 @@ class RowVocabulary:
     def __init__(self, head: DraftHead) -> None:
         self._head = head
         self.text, self.copy_weight = array("q"), 1.0
-        self._known: set[int] = set()
+        self._known: dict[int, None] = {}  # in the order of ``ids``
         self._selected = SelectedOutputs.of(head.target.head)
         self.ids = head.vocabulary[:0]
         self._rows_XD = head.target.head_rows(self.ids)  # of the ids for which they were asked
@@ -242,7 +243,7 @@ class RowVocabulary:
         more = text[len(self.text) :]
         for token in more:
             if token not in common and token not in self._known:
-                self._known.add(token)
+                self._known[token] = None
                 new.append(token)
         self.text.extend(more)
         if new:
@@ -253,6 +254,11 @@ class RowVocabulary:
                 self._selected.add(np.array(new, np.int64))
                 self.head = self._selected
         return self
+
+    @property
+    def own(self) -> list[int]:
+        """The ``ids`` on the host."""
+        return list(self._known)
 
     @property
     def head_XD(self) -> Tensor:

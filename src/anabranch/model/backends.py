@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anabranch.model.blocks import Block
-from anabranch.model.device.layers import MOST_ROWS, FusedRows, fits, fused_layers, trusted
+from anabranch.model.device.layers import MOST_ROWS, fits, fused_layers, trusted
 from anabranch.model.device.ops import ops
 from anabranch.model.graphs import Capture, capture_for, span_bucket, width_bucket
-from anabranch.model.inputs import Inputs
+from anabranch.model.inputs import DeviceTrees, Inputs
 from anabranch.model.network import Network
 from anabranch.model.passes import Nodes, Pass, PassRequest, PassResult, Rider
 from anabranch.native.library import Library
@@ -52,6 +52,7 @@ class TorchBackend:
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a whole pass, up to the last norm."""
         inputs, cache, slots, taps, rider, _, sides = request
+        assert isinstance(inputs, Inputs)
         nodes = Nodes.of(inputs, cache.lengths[slots])
         run = Pass(network.config, nodes, cache, slots, network.rope(), sides=sides)
         return self._through(network, run, inputs.counts_B, taps, rider).without_prefill(inputs)
@@ -144,58 +145,83 @@ class GraphBackend(TorchBackend):
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a pass at the next larger captured shapes."""
-        inputs, cache, slots, taps, rider, need, sides = request
-        if slots.start or inputs.prefill_B or sides is not None or (rider is not None and not rider.fixed):
-            return super().run(network, request)  # a pass that does not start at the first row reads a prompt
-        if network.config.experts is not None:
-            return super().run(network, request)  # the host reads which experts are chosen
-        rows, nodes = len(inputs.counts_B), inputs.width
-        width, longest = width_bucket(nodes, rows), max(cache.lengths[slots])
-        if width is None or longest + width > cache.capacity:
+        inputs, cache, slots, _, rider, _, sides = request
+        rows, rope = len(inputs.counts_B), network.rope()
+        width, longest = width_bucket(inputs.width, rows), max(cache.lengths[slots])
+        if (
+            # a pass that does not start at the first row reads a prompt
+            (slots.start or inputs.prefill_B or sides is not None or (rider is not None and not rider.fixed))
+            or (width is None or longest + width > cache.capacity)
+            or network.config.experts is not None  # the host reads which experts are chosen
+            or (rope.varies and any(cache.unread(slots)))  # the rest of a prompt may take tables of its own
+        ):
+            if isinstance(inputs, DeviceTrees):
+                request = request._replace(inputs=inputs.on_host())
             return super().run(network, request)
-        rope = network.rope()
-        if rope.varies and any(cache.unread(slots)):
-            return super().run(network, request)  # the rest of a prompt may take tables of its own
+        assert width is not None
         cache.begin(width, slots)
-        span, table = span_bucket(longest + width, cache.capacity), rope.rotations(cache.capacity).table
-        known = trusted(network.device)
+        return self._replayed(network, request, rows, width, span_bucket(longest + width, cache.capacity))
+
+    def _replayed(self, network: Network, request: PassRequest, rows: int, width: int, span: int) -> PassResult:
+        """Run a pass of ``width`` nodes a row that reads ``span`` positions of the cache, captured when it is repeated.
+
+        Where fused operations are trusted, the device computes positions and masks from one tensor.
+        """
+        inputs, cache, slots, taps, rider, need, _ = request
+        rope, known, lengths = network.rope(), trusted(network.device), cache.lengths[slots]
+        table = rope.rotations(cache.capacity).table
         paths = known and need == "paths"
         fused = known and rider is None and rows * width <= MOST_ROWS and self._fused(network)
+        grown = inputs if isinstance(inputs, DeviceTrees) else None
+        if isinstance(inputs, DeviceTrees):
+            assert paths, "trees on a device are verified there"
+            given = [inputs.packed]
+        else:
+            given = [packed(inputs.widened(width), lengths)] if known else [*Nodes.of(inputs.widened(width), lengths)]
 
-        def compute(*nodes: Tensor) -> tuple[Tensor, ...]:
-            tokens_BN, parents_BN, lengths_B = unpacked(nodes[0], rows)
+        def compute(*given: Tensor) -> tuple[Tensor, ...]:
             riding: tuple[Tensor, ...] = ()
+            if known:
+                tokens_BN, parents_BN, lengths_B = unpacked(given[0], rows, width)
+                positions_BN, tree_BNN = ops.ancestry(parents_BN, lengths_B)
+                nodes = Nodes(tokens_BN, positions_BN, lengths_B, tree_BNN)
+            else:
+                nodes = Nodes(*given)
             if fused:
-                seen = FusedRows(network.config, table, parents_BN, lengths_B, span)
-                x = network.embed(tokens_BN, seen.positions_BN)
-                x, tapped = fused_layers(network, x, seen, cache, slots, taps)
+                x = network.embed(nodes.tokens_BN, nodes.positions_BN)
+                x, tapped = fused_layers(network, x, nodes, table, cache, slots, span, taps)
                 hidden = network.norm(x).flatten(0, 1)
             else:
-                run = Pass(network.config, Nodes(*nodes[1:]), cache, slots, rope, span=span)
+                run = Pass(network.config, nodes, cache, slots, rope, span=span)
                 result = self._through(network, run, inputs.counts_B, taps, rider)
                 hidden, tapped = result.hidden_MD, dict(result.taps)
                 riding = () if result.riding_MSD is None else (result.riding_MSD,)
             end: tuple[Tensor, ...] = ()
             if paths:
                 chosen = ops.choose(network.logits(hidden)).view(tokens_BN.shape)
-                end = (ops.verify(tokens_BN, parents_BN, chosen),)
-                ops.keep(cache.keys[:, slots], cache.values[:, slots], lengths_B, *end)
+                verdicts = ops.verify(tokens_BN, parents_BN, chosen)
+                ops.keep(cache.keys[:, slots], cache.values[:, slots], lengths_B, verdicts)
+                end = (verdicts.flatten() if grown is None else torch.cat((verdicts.flatten(), given[0])),)
             return (hidden, *(tapped[layer] for layer in taps), *riding, *end)
 
-        padded = inputs.widened(width)
-        given = [packed(padded, cache.lengths[slots])]
-        if not fused:
-            given += Nodes.of(padded, cache.lengths[slots])
-        key = ("pass", rows, slots.start, width, span, id(rider), tuple(taps), table.data_ptr(), fused, paths)
+        shapes = (rows, slots.start, width, span, fused, paths, grown is not None)
+        key = ("pass", *shapes, id(rider), tuple(taps), table.data_ptr())
         hidden, *others = cache.graphs.run(self.capture, key, compute, given, network.device, held=(table, rider))
         tapped, others = others[: len(taps)], others[len(taps) :]
+        counts, verdicts = inputs.counts_B, None
+        if paths:
+            numbers = others[-1].cpu().numpy()
+            verdicts = verdicts_of(numbers[: rows * (width + 2)].reshape(rows, -1))
+            if grown is not None:
+                grown.arrived(numbers[rows * (width + 2) :])
+                counts = [tree.size for tree in grown.trees]
         return PassResult(
-            inputs.counts_B,
+            counts,
             range(0, rows * width, width),
             hidden,
             taps=dict(zip(taps, tapped, strict=True)),
             riding_MSD=others[0] if rider is not None and rider.rides else None,
-            verdicts=verdicts_of(others[-1]) if paths else None,
+            verdicts=verdicts,
         )
 
     def _fused(self, network: Network) -> bool:
@@ -209,16 +235,16 @@ def packed(inputs: Inputs, lengths: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.concatenate((inputs.tokens_BN, inputs.parents_BN, lengths), axis=None))
 
 
-def unpacked(packed: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of ``packed``: tokens and parents [B, N], lengths [B]."""
-    nodes = (len(packed) - rows) // 2
-    tokens, parents, lengths_B = packed.split((nodes, nodes, rows))  # type: ignore[no-untyped-call]
-    return tokens.view(rows, -1), parents.view(rows, -1), lengths_B
+def unpacked(packed: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of ``packed`` that a pass reads: tokens and parents [B, N], lengths [B]."""
+    nodes = rows * width
+    tokens, parents = packed[:nodes].view(rows, width), packed[nodes : 2 * nodes].view(rows, width)
+    return tokens, parents, packed[2 * nodes : 2 * nodes + rows]
 
 
-def verdicts_of(verdicts: Tensor) -> list[Verdict]:
+def verdicts_of(verdicts_BX: NDArray[np.int64]) -> list[Verdict]:
     """The accepted paths that ``ops.verify`` found."""
-    return [Verdict(tuple(path[:count]), token) for count, token, *path in verdicts.tolist()]
+    return [Verdict(tuple(path[:count]), token) for count, token, *path in verdicts_BX.tolist()]
 
 
 def backend_for(device: torch.device) -> TorchBackend:

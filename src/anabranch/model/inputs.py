@@ -14,10 +14,11 @@ from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from anabranch.tree import DraftTree, depths_of, mask_of
 
-__all__ = ["Inputs", "starts_of"]
+__all__ = ["DeviceTrees", "Inputs", "starts_of"]
 
 
 def starts_of(counts_B: Sequence[int]) -> list[int]:
@@ -110,11 +111,15 @@ class Inputs:
     @cached_property
     def depths_BN(self) -> NDArray[np.int64]:
         """The depth of each node below the last committed token [B, N]."""
+        if self.width == 1:
+            return np.zeros((len(self.counts_B), 1), np.int64)
         return np.stack([depths_of(parents) for parents in self.parents_BN])
 
     @cached_property
     def mask_BNN(self) -> NDArray[np.bool_]:
         """The nodes of its row that each node sees, itself included [B, N, N]."""
+        if self.width == 1:
+            return np.ones((len(self.counts_B), 1, 1), np.bool_)
         return np.stack([mask_of(parents) for parents in self.parents_BN])
 
     def widened(self, width: int) -> Inputs:
@@ -122,3 +127,46 @@ class Inputs:
         more = ((0, 0), (0, width - self.width))
         tokens, parents = np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1)
         return Inputs(tokens.reshape(-1), parents.reshape(-1), (width,) * len(self.counts_B))
+
+
+class DeviceTrees:
+    """Best-first trees that were grown on a GPU and are not known on the host yet, as inputs of a pass.
+
+    packed  tokens [B N], parents [B N], committed tokens [B], bits of joint log probabilities [B N]; int64
+    width   N: the nodes that each tree is padded to
+    label   of the nodes' sources, before their depth
+    """
+
+    prefill_B: Sequence[int] = ()
+
+    def __init__(self, packed: Tensor, rows: int, width: int, label: str) -> None:
+        self.packed, self.rows, self.width, self.label = packed, rows, width, label
+        self._numbers: NDArray[np.int64] | None = None
+
+    def arrived(self, numbers: NDArray[np.int64]) -> None:
+        """Take the numbers of ``packed`` from a transfer that had others too."""
+        self._numbers = numbers
+
+    @cached_property
+    def trees(self) -> list[DraftTree]:
+        """The trees; read from the device unless they have arrived."""
+        numbers = self.packed.cpu().numpy() if self._numbers is None else self._numbers
+        shape, nodes = (self.rows, self.width), self.rows * self.width
+        tokens, parents = numbers[:nodes].reshape(shape), numbers[nodes : 2 * nodes].reshape(shape)
+        joint = numbers[2 * nodes + self.rows :].astype(np.int32).view(np.float32).reshape(shape)
+        return [self._tree(*row) for row in zip(tokens, parents, joint, strict=True)]
+
+    def _tree(self, tokens: NDArray[np.int64], parents: NDArray[np.int64], joint: NDArray[np.float32]) -> DraftTree:
+        size = 1 + int((parents >= 0).sum())  # the best nodes come first, padding last
+        depths = depths_of(parents[:size]).tolist()
+        sources = ("target", *(f"{self.label} {depth}" for depth in depths[1:]))
+        return DraftTree(tokens[:size].copy(), parents[:size].copy(), sources=sources, log_probs=joint[:size].copy())
+
+    @property
+    def counts_B(self) -> Sequence[int]:
+        """The nodes of each row, padding included."""
+        return (self.width,) * self.rows
+
+    def on_host(self) -> Inputs:
+        """The same inputs for a pass that is not captured."""
+        return Inputs.of_trees(self.trees)

@@ -20,7 +20,8 @@ from torch import Tensor
 from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
-from anabranch.model.inputs import Inputs, starts_of
+from anabranch.model.device.layers import attend, trusted
+from anabranch.model.inputs import DeviceTrees, Inputs, starts_of
 from anabranch.model.rope import Rope
 from anabranch.verify import Verdict
 
@@ -157,6 +158,8 @@ class Pass:
         """Attention of the main rows: append k and v [B, N, K, E] to the cache; returns [B, N, H E]."""
         self.cache.append(layer, k, v)
         keys, values = self.cache.read(layer, self.span)
+        if self.fixed is not None and sinks_H is None and trusted(keys.device):
+            return attend(self.config, layer, q, keys, values, self.lengths_B, self.tree_BNN, self.positions_BN)
         return attention(self.config, q, keys, values, self.bias(layer), sinks_H)
 
 
@@ -207,6 +210,7 @@ Need: TypeAlias = Literal["keys", "hidden", "logits", "tokens", "paths"]
 class PassRequest(NamedTuple):
     """The arguments of a pass; ``Decoder.forward`` has checked that it fits the cache and reserved the positions there.
 
+    inputs   not ``DeviceTrees`` unless the backend ``verifies``
     slots    the cache slots of the rows
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
@@ -214,7 +218,7 @@ class PassRequest(NamedTuple):
     sides    the terms added to some rows in each layer (``lora``); None: none
     """
 
-    inputs: Inputs
+    inputs: Inputs | DeviceTrees
     cache: Cache
     slots: slice
     taps: Sequence[int]

@@ -17,7 +17,7 @@ from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.blocks import attention
 from anabranch.model.config import ModelConfig
 
-__all__ = ["main_attention", "stream_attention", "stream_bias", "stream_positions"]
+__all__ = ["main_attention", "stream_attention", "stream_bias", "stream_positions", "stream_values"]
 
 # Up to this many stream rows attend in one fused call over context and all stream keys. Beyond it (hundreds of nodes in
 # training), the masked keys of other nodes' streams would cost more than a separate product.
@@ -37,6 +37,15 @@ def _rotate_values(v_BNSKE: Tensor, step: float) -> Tensor:
     sin = angle.sin().to(v_BNSKE.dtype)[:, None, None]
     left, right = v_BNSKE.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
+
+
+def stream_values(config: StreamConfig, v_BRKE: Tensor) -> Tensor:
+    """The values of stream rows [B, N S, K, E] as rows attend to them: rotated, where that tells streams apart."""
+    if config.position != "rotation":
+        return v_BRKE
+    b, rows, kv, e = v_BRKE.shape
+    v_BNSKE = v_BRKE.reshape(b, rows // config.num_streams, config.num_streams, kv, e)
+    return _rotate_values(v_BNSKE, config.rotation_step).view(v_BRKE.shape)
 
 
 def main_attention(
@@ -110,10 +119,8 @@ def stream_attention(
     n, kv = rows // s, k.shape[2]
     g = h // kv
     if bias is not None:
-        if config.position == "rotation":
-            v = _rotate_values(v.view(b, n, s, kv, e), config.rotation_step).view(b, rows, kv, e)
         keys = torch.cat((keys_BKLE, k.transpose(1, 2)), dim=2)
-        values = torch.cat((values_BKLE, v.transpose(1, 2)), dim=2)
+        values = torch.cat((values_BKLE, stream_values(config, v).transpose(1, 2)), dim=2)
         return attention(model, q, keys, values, bias)
     scale = model.attention_scale if model.attention_scale is not None else e**-0.5
     q_BKGNSE = (q * scale).view(b, n, s, kv, g, e).permute(0, 3, 4, 1, 2, 5)

@@ -14,13 +14,16 @@ from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import COPIED, PRIOR
+from anabranch.methods.streams.device_draft import DeviceDraft
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
+from anabranch.methods.streams.fused import FusedTrail
 from anabranch.methods.streams.native import NativeTrail
 from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.methods.streams.trailing import Trailed, trailing
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import span_bucket
+from anabranch.model.inputs import DeviceTrees
 from anabranch.model.passes import Rider
 from anabranch.model.reads import read_bytes
 from anabranch.sampling import SamplingParams, generator
@@ -88,6 +91,7 @@ class StreamDrafter(Drafter):
         self.target, self.adapter, self.prune, self.name = target, adapter, prune, name
         self.adaptive, self.tree = settings.adaptive, StreamDraft(target, adapter, settings)
         self._trees = {settings.size: self.tree}
+        self._growing: dict[int, DeviceDraft | None] = {}  # on a GPU, by size
         if self.tree.native is not None and self.tree.native.copies:
             self.traits = Traits(repeats="greedy")
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
@@ -103,7 +107,10 @@ class StreamDrafter(Drafter):
             else None
         )
         self.needs = Taps((adapter.start,) if not ride and adapter.reads_main else ())
-        if not ride and self.native is None:
+        self._fused: FusedTrail | None = None
+        if not ride and self.native is None and FusedTrail.fits(target, adapter):
+            self._fused = adapter.shared(target, FusedTrail, lambda: FusedTrail(target, adapter))
+        elif not ride and self.native is None:
             for index in range(adapter.start, len(target.blocks)):
                 block = target.blocks[index]
                 assert isinstance(block, Block)
@@ -185,6 +192,19 @@ class StreamDrafter(Drafter):
                 )
         return [found[b] if b in found else DraftTree.root(row.root) for b, row in enumerate(rows)]
 
+    def draft_on_device(self, rows: Sequence[Row], budget: int, lengths: Sequence[int]) -> DeviceTrees | None:
+        """Trees of a fixed number of nodes, for rows whose drafts are whole."""
+        if budget < 2 or not all(self._known(row) for row in rows):
+            return None
+        draft = self._sized(min(budget, self.max_nodes))
+        if draft.settings.size not in self._growing:
+            self._growing[draft.settings.size] = DeviceDraft.of(draft)
+        growing = self._growing[draft.settings.size]
+        if growing is None or any(row.max_depth < draft.depth for row in rows):
+            return None
+        states = [state.states_SD for state in map(self._state, rows) if state.states_SD is not None]
+        return growing(states, [row.root for row in rows], lengths, [self._words(row) for row in rows])
+
     def _known(self, row: Row) -> bool:
         """Whether a draft is prepared for a row."""
         return self._state(row).states_SD is not None
@@ -239,12 +259,12 @@ class StreamDrafter(Drafter):
         # streams that start from no main row only need to know how many there are
         main_MD = result.taps[self.adapter.start] if self.adapter.reads_main else result.hidden_MD
         if self.native is None:
-            at_B = torch.tensor([last[i] for i in going], device=main_MD.device)
-            tokens_B = torch.tensor([rows[i].root for i in going])
-            tally(self._call, [rows[i] for i in going])
-            states = self._trail(main_MD[at_B].to(self.target.dtype), tokens_B, [seen.slots[i] for i in going], seen)
-            for i, states_SD in zip(going, states, strict=True):
-                self._state(rows[i]).states_SD = states_SD
+            served = [rows[i] for i in going]
+            tally(self._call, served)
+            part = seen._replace(slots=[seen.slots[i] for i in going])
+            states = self._trail(served, [last[i] for i in going], main_MD, part)
+            for row, states_SD in zip(served, states, strict=True):
+                self._state(row).states_SD = states_SD
         else:
             order = sorted(going, key=seen.slots.__getitem__)
             slots, nodes = [seen.slots[i] for i in order], [last[i] for i in order]
@@ -270,34 +290,52 @@ class StreamDrafter(Drafter):
         for row, states_SD in zip(rows, trailing(native, trailed, seen.cache, streams), strict=True):
             self._state(row).states_SD = states_SD
 
-    def _trail(self, entry_BD: Tensor, emitted_B: Tensor, slots: Sequence[int], seen: Observation) -> Tensor:
-        """Stream states [B, S, D] of committed nodes, from their main rows before layer N - N_s."""
+    def _trail(self, rows: Sequence[Row], last: Sequence[int], main_MD: Tensor, seen: Observation) -> list[Tensor]:
+        """Stream states [S, D] of each row's last committed node, the rows ``last`` of ``main_MD``.
+
+        On a GPU streams trail all rows of the pass, in their order, unless most of these go on without: a part of the
+        cache would have to be copied.
+        """
         target, cache = self.target, seen.cache
+        slots = list(seen.slots)
+        at = dict(zip(slots, zip(last, (row.root for row in rows), strict=True), strict=True))
+        count = len(seen.result.counts_B)
+        if target.backend.capture is not None and 2 * len(slots) >= count:
+            slots = list(range(count))
+        together = slots == list(range(len(slots)))
         lengths = [cache.lengths[slot] for slot in slots]
-        together = list(slots) == list(range(len(slots)))
         span, table = max(lengths), target.rope().rotations(cache.capacity).table
         span = span if target.backend.capture is None else span_bucket(span, cache.capacity)
         layers = range(self.adapter.start, target.config.num_layers)
 
-        def compute(entry_BD: Tensor, emitted_B: Tensor, lengths_B: Tensor, slots_B: Tensor) -> tuple[Tensor]:
+        def compute(main_MD: Tensor, numbers_4B: Tensor) -> tuple[Tensor]:
+            last_B, emitted_B, lengths_B, slots_B = numbers_4B
+            where = slice(0, len(slots)) if together else slots_B
+            kept = [(cache.keys[layer, where, :, :span], cache.values[layer, where, :, :span]) for layer in layers]
+            entry_BD = main_MD[last_B].to(target.dtype)
+            emitted_BD = None if self.adapter.root is None else target.embedding(emitted_B)
+            if self._fused is not None:
+                return (self._fused(entry_BD, emitted_BD, lengths_B, kept, table),)
             keys = torch.arange(span, device=lengths_B.device)
             everything = (keys < lengths_B[:, None])[:, None]
             window = target.config.sliding_window
             near = everything if window is None else everything & ((lengths_B[:, None] - 1 - keys) < window)[:, None]
-            where = slice(0, len(slots)) if together else slots_B
             states = trail(
                 target,
                 self.adapter,
                 entry_BD[:, None],
-                None if self.adapter.root is None else target.embedding(emitted_B)[:, None],
+                None if emitted_BD is None else emitted_BD[:, None],
                 lengths_B[:, None] - 1,
-                [(cache.keys[layer, where, :, :span], cache.values[layer, where, :, :span]) for layer in layers],
+                kept,
                 [near if target.config.is_sliding(layer) else everything for layer in layers],
                 cache.capacity,
+                lengths_B=lengths_B,
             )
             return (states[:, 0],)
 
-        key = ("trail", id(self), len(slots), together, span, table.data_ptr())
-        inputs = (entry_BD, emitted_B, torch.tensor(lengths), torch.tensor(slots))
+        key = ("trail", id(self), len(slots), together, span, table.data_ptr(), tuple(main_MD.shape))
+        known = [(*at.get(slot, (0, 0)), length, slot) for slot, length in zip(slots, lengths, strict=True)]
+        inputs = (main_MD, torch.tensor(known).T.contiguous())
         (states,) = cache.graphs.run(target.backend.capture, key, compute, inputs, target.device, held=(table, self))
-        return states.clone()
+        states = states.clone()
+        return [states[slots.index(slot)] for slot in seen.slots]

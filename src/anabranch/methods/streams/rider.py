@@ -16,19 +16,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from anabranch.learning.recompute import through
 from anabranch.methods.streams.adapter import StreamModule
-from anabranch.methods.streams.attention import main_attention, stream_attention, stream_bias, stream_positions
+from anabranch.methods.streams.attention import (
+    main_attention,
+    stream_attention,
+    stream_bias,
+    stream_positions,
+    stream_values,
+)
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.prune import prune_nodes
 from anabranch.methods.streams.row_attention import row_attention, row_mask
 from anabranch.model.blocks import Block
+from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.device.layers import attend, trusted
 from anabranch.model.passes import Entry, Pass
 from anabranch.model.stack import Stack, stack_of
+
+Look: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 __all__ = ["Looks", "StreamRider", "initial_streams", "own_rider", "trail"]
 
@@ -86,6 +98,9 @@ class StreamRider:
 
         def look(q: Tensor, k: Tensor, v: Tensor, main_q: Tensor | None) -> Tensor:
             keys, values = run.cache.read(index, run.span)
+            if trusted(run.lengths_B.device) and not self.adapter.shape.context_top:
+                where = run.lengths_B, run.tree_BNN, run.positions_BN
+                return _look_in_place(self.target.config, self.adapter.shape, index, keys, values, *where, q, k, v)
             visible, bias = run.visible(index), self._bias(index, run, own)
             config, shape = self.target.config, self.adapter.shape
             return stream_attention(config, shape, (q, k, v), keys, values, visible, main_q, bias)
@@ -172,12 +187,15 @@ def trail(
     keys_values: Sequence[tuple[Tensor, Tensor]],
     visible_BNL: list[Tensor],
     longest: int,
+    *,
+    lengths_B: Tensor | None = None,
 ) -> Tensor:
     """Stream states after the last norm [B, N, S, D] of nodes whose main rows are already in the cache.
 
     ``entry_BND`` are their main rows before layer N - N_s, ``emitted_BND`` the embeddings of the tokens emitted at them
     (zero or None: not conditioned on these), ``keys_values`` the main stream's cache of each top layer, and
-    ``visible_BNL`` the mask of what each node attends to. No position is ``longest`` or beyond.
+    ``visible_BNL`` the mask of what each node attends to. No position is ``longest`` or beyond. If the nodes are the
+    last ones of rows of ``lengths_B`` committed tokens, a GPU reads the cache in place.
     """
     b, n, d = entry_BND.shape
     assert adapter.shape.context_top == 0, "context_top needs the main rows' queries: ride"
@@ -189,10 +207,35 @@ def trail(
         block = target.blocks[index]
         keys, values = keys_values[index - adapter.start]
         visible = visible_BNL[index - adapter.start]
-        look = looks.of(keys, values, visible)
+        if lengths_B is not None and trusted(lengths_B.device):
+            look: Look = partial(
+                _look_in_place, target.config, adapter.shape, index, keys, values, lengths_B, None, positions_BN
+            )
+        else:
+            look = looks.of(keys, values, visible)
         x = through(partial(block, cos=cos, sin=sin, attend=look, side=adapter.side(index, 0)), x)
     streams: Tensor = target.norm(x)
     return streams.view(b, n, adapter.shape.num_streams, d)
+
+
+def _look_in_place(
+    model: ModelConfig,
+    shape: StreamConfig,
+    layer: int,
+    keys_BKLE: Tensor,
+    values_BKLE: Tensor,
+    lengths_B: Tensor,
+    tree_BNN: Tensor | None,
+    positions_BN: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Attention of stream rows in a layer by the operations for GPUs, which copy no keys and values of the cache."""
+    own = k.transpose(1, 2), stream_values(shape, v).transpose(1, 2)
+    return attend(
+        *(model, layer, q, keys_BKLE, values_BKLE, lengths_B, tree_BNN, positions_BN, *own, shape.num_streams)
+    )
 
 
 class Looks:
@@ -203,7 +246,7 @@ class Looks:
         self._biases: dict[int, Tensor | None] = {}
         self._masks: dict[int, Tensor] = {}
 
-    def of(self, keys: Tensor, values: Tensor, visible: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def of(self, keys: Tensor, values: Tensor, visible: Tensor) -> Look:
         """(q, k, v) -> the result for one layer's cache."""
         if id(visible) not in self._biases:
             self._biases[id(visible)] = stream_bias(self.model, self.shape, visible, self.dtype)

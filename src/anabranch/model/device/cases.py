@@ -7,6 +7,7 @@ on these cases; where one fails or differs, steps take more kernels and longer.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.model.device import draft_ops  # noqa: F401 - defines operations
 from anabranch.model.device.ops import ACTIVATIONS, NORMS, ops
 
 __all__ = ["Case", "cases", "difference"]
@@ -45,7 +47,9 @@ def difference(case: Case, kernels: Mapping[str, Any], device: torch.device) -> 
                 return f"{case.name}: other integers"
             continue
         most = 1e-4 if wanted.dtype == torch.float32 else 3e-2
-        apart = float((wanted.float() - got.float()).abs().max()) / max(1.0, float(wanted.float().abs().max()))
+        wanted, got = wanted.float(), got.float()
+        apart = float((wanted - got).abs().where(wanted != got, 0.0).max())  # infinities may be equal
+        apart /= max(1.0, float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max()))
         if not apart <= most:
             return f"{case.name}: off by {apart:.1e} of the largest value"
     return ""
@@ -81,6 +85,7 @@ def _cases(dtype: torch.dtype, long: int) -> Iterator[Case]:
     yield from _products(some)
     yield from _heads(some)
     yield from _attention(some, long)
+    yield from _drafts(some)
     for rows, vocabulary in ((1, 19), (3, 5000)):
         logits = some(rows, vocabulary)
         logits[0, vocabulary // 3] = logits[0, vocabulary // 2] = 9.0
@@ -97,6 +102,30 @@ def _cases(dtype: torch.dtype, long: int) -> Iterator[Case]:
     yield Case("verify", (tokens, parents, chosen))
     keys, values = some(2, 4, 2, 24, 8)[:, :3], some(2, 4, 2, 24, 8)[:, :3]
     yield Case("keep", (keys, values, lengths, verdicts), written=(0, 1))
+
+
+def _drafts(some: Any) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    b, f, s, d, z, v, x, k = 2, 3, 4, 40, 16, 50, 8, 5
+    embedding, states, tokens = some(v + 9, d), some(b, s, d), torch.arange(b * f).view(b, f)
+    carried, parents = some(b * 2, z), torch.tensor([[0, 1, 1], [1, 0, 0]])
+    for path, above in ((True, carried), (True, None), (False, None)):
+        yield Case("condition", (embedding, tokens, states, 1, path, above, parents + 7, 7, z))
+    ids, counts = torch.randint(v + 9, (b, x), generator=generator), torch.tensor([0, 5])
+    hidden = some(b * f, d)
+    yield Case("own_scores", (hidden, embedding, ids, counts))
+    scores = some(b * f, v)
+    scores[2, 3] = float("inf")
+    yield Case("best", (scores, ops.own_scores(hidden, embedding, ids, counts), torch.arange(v) + 9, ids, k))
+    table = torch.zeros(b, 24, dtype=torch.int64), torch.randn(b, 24, generator=generator), torch.arange(48).view(b, 24)
+    children = torch.randn(b * f, k, generator=generator), torch.arange(b * f * k).view(b * f, k)
+    yield Case("level", (*children, f, 2, 10, 12, *table), written=(6, 7, 8))
+    yield Case("level", (*(part[:b].clone() for part in children), 1, -1, 0, 5, *table), written=(6, 7, 8))
+    joint = torch.tensor([[-1.0, -1.0, -3.0, -2.0, -2.0, -9.0], [-0.5, -1.0, -1.5, -5.0, -9.0, float("-inf")]])
+    of = torch.tensor([[-1, -1, -1, 0, 1, 3], [-1, -1, -1, 0, 0, 1]])
+    for nodes, floor in ((5, -math.inf), (7, -6.0), (7, -math.inf)):
+        arguments = (torch.arange(12).view(b, 6), joint, of, torch.tensor([7, 8]), torch.tensor([30, 40]))
+        yield Case("select", (*arguments, nodes, 8, floor))
 
 
 def _products(some: Any) -> Iterator[Case]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from anabranch.model.device.cases import cases, difference
 from anabranch.model.device.ops import ACTIVATIONS, NORMS, implement, ops
 from anabranch.model.network import Network
 
-__all__ = ["MOST_ROWS", "FusedRows", "fits", "fused_layers", "norm_of", "trusted"]
+__all__ = ["MOST_ROWS", "NO_NORM", "attend", "fits", "fused_layers", "norm_of", "project", "trusted"]
 
 MOST_ROWS = 64
 EVERY = 12  # of the cases of an operation, one in so many is tried: each takes a second to compile the first time
@@ -42,11 +42,13 @@ KNOWN = frozenset(
 )
 
 
-@cache
 def trusted(device: torch.device) -> bool:
     """Whether a device has kernels for the fused operations that agree with their definitions; warns if they do not."""
-    if device.type != "cuda":
-        return False
+    return device.type == "cuda" and _tried(device)
+
+
+@cache
+def _tried(device: torch.device) -> bool:
     try:
         from anabranch.model.device.kernels import KERNELS
     except ImportError:
@@ -57,7 +59,7 @@ def trusted(device: torch.device) -> bool:
     except Exception as error:  # Triton's compiler and CUDA's driver raise errors of any class
         why = f"{type(error).__name__}: {error}".split("\n")[0]
     if why:
-        warnings.warn(f"fused kernels are off, so steps take longer; tokens stay the same: {why}", stacklevel=2)
+        warnings.warn(f"fused kernels are off, so steps take longer; tokens stay the same: {why}", stacklevel=3)
         return False
     implement(KERNELS)
     return True
@@ -71,9 +73,13 @@ def fits(network: Network) -> bool:
         for field in fields(ModelConfig)
         if field.default is not MISSING and field.name not in KNOWN
     )
-    return usual and all(
-        type(block) is Block and all(type(getattr(module, name)) is nn.Linear for module, name in block.linears())
-        for block in network.blocks
+    return (
+        usual
+        and config.qk_norm != "all"
+        and all(
+            type(block) is Block and all(type(getattr(module, name)) is nn.Linear for module, name in block.linears())
+            for block in network.blocks
+        )
     )
 
 
@@ -95,70 +101,112 @@ def norm_of(norm: Norm) -> NormArguments:
     return NormArguments(norm.weight, norm.bias, NORMS.index(kind), norm.eps)
 
 
-class FusedRows:
-    """The rows of some layers: where they stand in the text and in the cache, and what they see.
-
-    parents_BN  of the nodes
-    lengths_B   committed tokens of each row of the batch
-    span        positions of the cache that are read
-    """
-
-    def __init__(self, config: ModelConfig, table: Tensor, parents_BN: Tensor, lengths_B: Tensor, span: int) -> None:
-        self.config, self.lengths_B, self.span = config, lengths_B, span
-        self.table = table if config.position == "rope" else None
-        self.positions_BN, self.tree_BNN = ops.ancestry(parents_BN, lengths_B)
-
-    @cached_property
-    def places_BN(self) -> Tensor:
-        """Positions in the cache: nodes lie after the committed tokens in their order."""
-        n = self.positions_BN.shape[1]
-        return self.lengths_B[:, None] + torch.arange(n, device=self.lengths_B.device)
-
-    def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of the nodes in a layer, over keys and values [B, K, C, E] of the cache; returns [B, N, H E]."""
-        c = self.config
-        scale = c.attention_scale if c.attention_scale is not None else c.head_dim**-0.5
-        window = c.sliding_window if c.is_sliding(layer) and c.sliding_window is not None else 0
-        a: Tensor = ops.attend(
-            *(q, keys[:, :, : self.span], values[:, :, : self.span], self.lengths_B, self.tree_BNN, self.positions_BN),
-            *(None, None, 0, window, scale, c.attention_softcap or 0.0),
-        )
-        return a
-
-
-def fused_layer(block: Block, layer: int, x_BND: Tensor, rows: FusedRows, cache: Cache, slots: slice) -> Tensor:
-    """One block over the nodes of a pass, whose keys and values are written to the cache."""
-    c, (b, n, d) = block.config, x_BND.shape
-    keys, values = cache.keys[layer, slots], cache.values[layer, slots]
-    head_norm = 0 if block.q_norm is None else norm_of(block.q_norm).norm
-    q = ops.heads(
-        *(x_BND, block.qkv.weight, block.qkv.bias, *norm_of(block.norm_in)),
-        *(_weight(block.q_norm), _weight(block.k_norm), head_norm, rows.table, rows.positions_BN),
-        *(keys, values, rows.places_BN),
+def project(
+    block: Block,
+    weight: Tensor,
+    x_BRD: Tensor,
+    table: Tensor | None,
+    positions_BR: Tensor,
+    keys_BKCE: Tensor,
+    values_BKCE: Tensor,
+    places_BR: Tensor,
+) -> Tensor:
+    """A block's norm and projections, with ``weight`` in place of its own, and their rotation: ``ops.heads``."""
+    assert isinstance(block.qkv, nn.Linear)
+    assert isinstance(block.norm_in, Norm)
+    q_norm, k_norm = (NO_NORM if norm is None else norm_of(norm) for norm in (block.q_norm, block.k_norm))
+    q: Tensor = ops.heads(
+        *(x_BRD, weight, block.qkv.bias, *norm_of(block.norm_in), q_norm.weight, k_norm.weight, q_norm.norm),
+        *(table if block.config.position == "rope" else None, positions_BR, keys_BKCE, values_BKCE, places_BR),
     )
-    a, x = rows.attend(layer, q, keys, values).view(b * n, -1), x_BND.view(b * n, d)
-    x = ops.product(a, block.out.weight, block.out.bias, *NO_NORM, 0, 0, x)
-    assert block.norm_mlp is not None
-    activation, gates = ACTIVATIONS.index(c.activation), c.intermediate_size if c.gated_mlp else 0
-    y = ops.product(x, block.mlp.up.weight, block.mlp.up.bias, *norm_of(block.norm_mlp), activation, gates, None)
-    out: Tensor = ops.product(y, block.mlp.down.weight, block.mlp.down.bias, *NO_NORM, 0, 0, x)
-    return out.view(b, n, d)
+    return q
 
 
-def _weight(norm: Norm | None) -> Tensor | None:
-    return None if norm is None else norm.weight
+def attend(
+    config: ModelConfig,
+    layer: int,
+    q_BRHE: Tensor,
+    keys_BKLE: Tensor,
+    values_BKLE: Tensor,
+    lengths_B: Tensor,
+    tree_BNN: Tensor | None,
+    positions_BN: Tensor,
+    own_keys_BKRE: Tensor | None = None,
+    own_values_BKRE: Tensor | None = None,
+    streams: int = 0,
+) -> Tensor:
+    """Attention [B, R, H E] in a layer of a target: ``ops.attend`` with its scale, soft cap and window."""
+    scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
+    window = config.sliding_window if config.is_sliding(layer) and config.sliding_window is not None else 0
+    a: Tensor = ops.attend(
+        *(q_BRHE, keys_BKLE, values_BKLE, lengths_B, tree_BNN, positions_BN if window else None),
+        *(own_keys_BKRE, own_values_BKRE, streams, window, scale, config.attention_softcap or 0.0),
+    )
+    return a
+
+
+class Where(Protocol):
+    """The nodes of a pass: ``passes.Nodes``."""
+
+    @property
+    def positions_BN(self) -> Tensor:
+        """Positions in the text."""
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Committed tokens of each row."""
+
+    @property
+    def tree_BNN(self) -> Tensor:
+        """The nodes that each node sees."""
 
 
 def fused_layers(
-    network: Network, x_BND: Tensor, rows: FusedRows, cache: Cache, slots: slice, taps: Sequence[int]
+    network: Network,
+    x_BND: Tensor,
+    nodes: Where,
+    table: Tensor,
+    cache: Cache,
+    slots: slice,
+    span: int,
+    taps: Sequence[int],
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """All blocks; also the rows [B N, D] before each tapped layer."""
+    """All blocks over the nodes of a pass [B, N, D], whose keys and values are written to the cache.
+
+    Also returns the rows [B N, D] before each tapped layer. ``span`` positions of the cache are read.
+    """
     x, tapped = x_BND, {}
+    # nodes lie after the committed tokens in their order
+    places_BN = nodes.lengths_B[:, None] + torch.arange(x.shape[1], device=x.device)
     for layer, block in enumerate(network.blocks):
         if layer in taps:
             tapped[layer] = x.flatten(0, 1)
         assert isinstance(block, Block)
-        x = fused_layer(block, layer, x, rows, cache, slots)
+        x = _layer(block, layer, x, nodes, table, places_BN, cache.keys[layer, slots], cache.values[layer, slots], span)
     if len(network.blocks) in taps:
         tapped[len(network.blocks)] = x.flatten(0, 1)
     return x, tapped
+
+
+def _layer(
+    block: Block,
+    layer: int,
+    x_BND: Tensor,
+    nodes: Where,
+    table: Tensor,
+    places_BN: Tensor,
+    keys_BKCE: Tensor,
+    values_BKCE: Tensor,
+    span: int,
+) -> Tensor:
+    c, (b, n, d) = block.config, x_BND.shape
+    assert block.norm_mlp is not None
+    assert isinstance(block.qkv, nn.Linear)
+    q = project(block, block.qkv.weight, x_BND, table, nodes.positions_BN, keys_BKCE, values_BKCE, places_BN)
+    keys, values = keys_BKCE[:, :, :span], values_BKCE[:, :, :span]
+    a = attend(c, layer, q, keys, values, nodes.lengths_B, nodes.tree_BNN, nodes.positions_BN).view(b * n, -1)
+    x = ops.product(a, block.out.weight, block.out.bias, *NO_NORM, 0, 0, x_BND.view(b * n, d))
+    activation, gates = ACTIVATIONS.index(c.activation), c.intermediate_size if c.gated_mlp else 0
+    y = ops.product(x, block.mlp.up.weight, block.mlp.up.bias, *norm_of(block.norm_mlp), activation, gates, None)
+    out: Tensor = ops.product(y, block.mlp.down.weight, block.mlp.down.bias, *NO_NORM, 0, 0, x)
+    return out.view(b, n, d)

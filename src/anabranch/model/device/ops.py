@@ -27,7 +27,7 @@ from torch import Tensor
 
 from anabranch.sampling import argmax
 
-__all__ = ["ACTIVATIONS", "NORMS", "implement", "ops"]
+__all__ = ["ACTIVATIONS", "NORMS", "implement", "operation", "ops"]
 
 NORMS = ("none", "rms", "rms_plus_one", "layer")  # arguments are indices into these
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu")
@@ -36,7 +36,7 @@ _LIBRARY = torch.library.Library("anabranch", "DEF")  # type: ignore[no-untyped-
 ops: Any = torch.ops.anabranch
 
 
-def _operation(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operation(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define an operation that a CPU computes by the decorated function."""
 
     def defined(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ def _activated(y: Tensor, activation: int) -> Tensor:
     return y if kind == "none" else F.gelu(y, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-@_operation(
+@operation(
     "product(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, int norm, float eps, "
     "int activation, int gated, Tensor? residual) -> Tensor"
 )
@@ -108,7 +108,7 @@ def product(
     return y if residual is None else residual + y
 
 
-@_operation(
+@operation(
     "heads(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, int norm, float eps, "
     "Tensor? q_norm, Tensor? k_norm, int head_norm, Tensor? table, Tensor positions, Tensor(a!) keys, "
     "Tensor(b!) values, Tensor places) -> Tensor"
@@ -157,7 +157,7 @@ def _rotated(x: Tensor, table: Tensor, positions_BR: Tensor) -> Tensor:
     return torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
-@_operation(
+@operation(
     "attend(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor? tree, Tensor? positions, Tensor? own_keys, "
     "Tensor? own_values, int streams, int window, float scale, float cap) -> Tensor"
 )
@@ -224,13 +224,13 @@ def _capped(scores: Tensor, cap: float) -> Tensor:
     return torch.tanh(scores / cap) * cap if cap else scores
 
 
-@_operation("choose(Tensor logits) -> Tensor")
+@operation("choose(Tensor logits) -> Tensor")
 def choose(logits_MV: Tensor) -> Tensor:
     """The first index of the largest logit [M]; -1 where it is not finite."""
     return argmax(logits_MV)
 
 
-@_operation("ancestry(Tensor parents, Tensor lengths) -> (Tensor, Tensor)")
+@operation("ancestry(Tensor parents, Tensor lengths) -> (Tensor, Tensor)")
 def ancestry(parents_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of nodes in the text [B, N], and what each sees of its tree [B, N, N]: its ancestors and itself.
 
@@ -244,7 +244,7 @@ def ancestry(parents_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
     return seen_BNN.sum(-1) - 1 + lengths_B[:, None], seen_BNN
 
 
-@_operation("verify(Tensor tokens, Tensor parents, Tensor chosen) -> Tensor")
+@operation("verify(Tensor tokens, Tensor parents, Tensor chosen) -> Tensor")
 def verify(tokens_BN: Tensor, parents_BN: Tensor, chosen_BN: Tensor) -> Tensor:
     """The accepted path of each tree [B, 2 + N]: its nodes' count, the target's token after it, its nodes and -1.
 
@@ -261,7 +261,7 @@ def verify(tokens_BN: Tensor, parents_BN: Tensor, chosen_BN: Tensor) -> Tensor:
     return out
 
 
-@_operation("keep(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor verdicts) -> ()")
+@operation("keep(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor verdicts) -> ()")
 def keep(keys: Tensor, values: Tensor, lengths_B: Tensor, verdicts: Tensor) -> None:
     """Move keys and values [layers, B, K, C, E] of accepted paths to the position after the committed tokens."""
     for b, (length, (count, _, *path)) in enumerate(zip(lengths_B.tolist(), verdicts.tolist(), strict=True)):

@@ -78,8 +78,8 @@ def _weights(weight, rows, k, used, D, w_stride):
 
 @triton.jit
 def _product(
-    x, weight, bias, norm_weight, norm_bias, residual, out, parts, counts, M, D, OUT, GATED, x_stride, w_stride, eps,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, weight, bias, norm_weight, norm_bias, residual, out, parts, counts, M, D, OUT, GATED, x_stride, w_stride,
+    r_stride, eps, NORM: tl.constexpr, ACTIVATION: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SHARES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     tile, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -129,7 +129,8 @@ def _product(
         to = rows[:, None] * OUT + cols[None, :]
         mask = (rows[:, None] < M) & used[None, :]
         if HAS_RESIDUAL:
-            y = y.to(kind).to(tl.float32) + tl.load(residual + to, mask=mask, other=0.0).to(tl.float32)
+            of = residual + rows[:, None] * r_stride + cols[None, :]
+            y = y.to(kind).to(tl.float32) + tl.load(of, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + to, y.to(kind), mask=mask)
 
 
@@ -149,7 +150,8 @@ def product(
     m, d = x.shape
     outputs = weight.shape[0] - gated
     x = x if x.stride(1) == 1 else x.contiguous()
-    residual = None if residual is None else residual.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
     out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
     bm, bn, bk = rows_of_block(m), 32, 128 if x.element_size() == 2 else 64
     tiles, blocks = triton.cdiv(outputs, bn), triton.cdiv(m, bm)
@@ -161,7 +163,8 @@ def product(
     norm = 0 if norm_weight is None else norm
     _product[(tiles, shares, blocks)](
         x, weight, bias, norm_weight, norm_bias, residual, out, parts, counter(x.device), m, d, outputs, gated,
-        x.stride(0), weight.stride(0), eps, NORM=norm, ACTIVATION=activation, HAS_GATE=bool(gated),
+        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), eps,
+        NORM=norm, ACTIVATION=activation, HAS_GATE=bool(gated),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SHARES=shares, BM=bm, BN=bn, BK=bk,
         num_warps=4, num_stages=4,
     )  # fmt: skip
