@@ -99,6 +99,13 @@ class DraftTree:
             np.array([token], np.int64), np.array([-1], np.int64), ("target",), np.zeros(1, np.float32)
         )
 
+    @staticmethod
+    def roots(tokens: Sequence[int]) -> list[DraftTree]:
+        """Return a tree of the root alone for each token; they share arrays, so many rows cost little."""
+        each = np.array(tokens, np.int64)
+        parents, log_probs, sources = np.array([-1], np.int64), np.zeros(1, np.float32), ("target",)
+        return [DraftTree.unchecked(each[b : b + 1], parents, sources, log_probs) for b in range(len(each))]
+
     @classmethod
     def chain(
         cls,

@@ -62,6 +62,8 @@ def match(tree: DraftTree, tokens_N: Sequence[int] | NDArray[np.int64]) -> Verdi
     """
     drawn = tokens_N.tolist() if isinstance(tokens_N, np.ndarray) else list(tokens_N)
     assert len(drawn) == tree.size, "one target token for each node"
+    if len(drawn) == 1:
+        return Verdict((0,), int(drawn[0]))
     path, here, token = [0], 0, int(drawn[0])
     # children come after their parent, so one scan from left to right finds the whole path
     for node, (parent, proposed) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):

@@ -23,7 +23,7 @@ class NoDrafter(Drafter):
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees of the root only."""
-        return [DraftTree.root(row.root) for row in rows]
+        return DraftTree.roots([row.root for row in rows])
 
 
 @dataclass(frozen=True)

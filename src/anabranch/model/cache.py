@@ -226,6 +226,10 @@ class Cache:
         Nodes that were pruned at a layer are dropped from the layers below it here, lazily (ACL G.1). With ``moved``
         the pass has moved keys and values already (``PassResult.verdicts``).
         """
+        if not self._selections and all(len(path) == 1 and path[0] == 0 for path in paths):
+            for slot in range(self._slots.start, self._slots.start + len(paths)):  # roots lie where they belong
+                self.lengths[slot] += 1
+            paths = ()
         for slot, path in enumerate(paths, self._slots.start):
             high, nodes = self.keys.shape[0], list(range(len(path)) if moved else path)
             # walk the groups of layers from the top, translating node indices back through each selection
