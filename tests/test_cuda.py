@@ -15,13 +15,15 @@ import anabranch
 import pretended
 from anabranch.bench.shapes import measure_shape
 from anabranch.cli import app
+from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import DeviceError
 from anabranch.learning.examples import Batch, Example
+from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.model.backends import TorchBackend
 from anabranch.tune.fit import fit
 from pretended import CUDA, there
-from small import as_target, prompt, small, small_adapter
+from small import as_target, decode, prompt, request, small, small_adapter
 from toy_text import ToyFolders
 
 TEXT = "the thing that the"
@@ -111,3 +113,17 @@ def test_loss_and_evaluation() -> None:
 def test_there_is_one_device(toys: ToyFolders) -> None:
     with pytest.raises(DeviceError, match="cuda:0 to cuda:0"):
         anabranch.load(toys.model, device="cuda:1")
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_short_prompts_join_in_one_tick() -> None:
+    target = there(small())
+    scheduler = Scheduler(target, rows=8, prefix_bytes=0)
+    tickets = [scheduler.submit(request(5 + n, n, 12), NoDrafter()) for n in range(7)]
+    scheduler.tick()  # the first one reads its prompt with its first step
+    scheduler.tick()
+    assert [len(ticket.emitted) for ticket in tickets] == [2, *[1] * 6]
+    while scheduler.busy:
+        scheduler.tick()
+    wanted, _ = decode(small(), [request(5 + n, n, 12) for n in range(7)])
+    assert [ticket.emitted for ticket in tickets] == wanted

@@ -122,6 +122,7 @@ class Batch:
         self.cache = self._new_cache(rows, positions if longest is None else room_for(positions))
         self._on_leave = on_leave
         self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
+        self.tokens_read = 0  # of prompts, by passes of their own
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
 
     def _new_cache(self, rows: int, positions: int) -> Cache:
@@ -234,6 +235,7 @@ class Batch:
             loras=(member.request.lora,),
         )
         self.cache.commit([range(len(tokens))])
+        self.tokens_read += len(tokens)
         return result
 
     def _read_again(self, slot: int) -> None:

@@ -1,7 +1,8 @@
 """Who decodes when: one scheduler above one engine, for every caller of a model.
 
 A tick: admit the next waiting request (first come, first served), read one chunk of one prompt, decode one step of all
-rows that are ready. So nobody waits for a neighbour's prompt longer than one chunk takes. A request that cannot share a
+rows that are ready; on a GPU, short prompts share the chunk. So nobody waits for neighbours' prompts longer than one
+chunk takes. A request that cannot share a
 pass with the rows in use (``Engine.fits``) waits until they are done, and so do those behind it.
 
 The cache grows with the texts. Where memory does not suffice, kept texts are dropped first; then the newest rows give
@@ -346,7 +347,7 @@ class Scheduler:
         began = time.perf_counter()
         with self._mutex:
             self._sweep()
-        reading = self._admit_and_read()
+        reading = self._read_prompts()
         steps: list[tuple[Ticket, Step]] = []
         if self.engine is not None:
             try:
@@ -373,6 +374,23 @@ class Scheduler:
             if not self.busy:
                 self._most = self.rows
         return steps
+
+    def _read_prompts(self) -> Ticket | None:
+        """Read a chunk of one prompt; on a GPU, whole short prompts one after another up to a chunk of tokens.
+
+        There a step over many rows takes little longer than over few, so that rows should join at once. Returns the
+        request whose prompt is not read yet.
+        """
+        before = 0 if self.engine is None else self.engine.tokens_read
+        reading = self._admit_and_read()
+        while self.target.device.type != "cpu" and (engine := self.engine) is not None and self._waiting:
+            active = engine.active
+            if reading is not None or engine.unread or engine.tokens_read - before >= CHUNK:
+                break
+            reading = self._admit_and_read()
+            if self.engine is not engine or engine.active == active:
+                break
+        return reading
 
     def _admit_and_read(self) -> Ticket | None:
         """Read a chunk of the prompt whose turn it is; returns its request."""
