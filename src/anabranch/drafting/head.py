@@ -116,6 +116,7 @@ class DraftHead:
         self.common = frozenset(self.vocabulary.tolist())
         self.bias: Tensor | None = target.head.bias
         self.scores: Callable[[Tensor], Tensor]
+        self.weight: Tensor | None = None  # that of ``scores``, if they are its product and nothing else
         # a contiguous copy of the frequent tokens' head rows: reading them dominates the cost of a draft
         if weight is None and (shared := _stored_rows(target.head, vocabulary)) is not None:
             self.scores, self.read = shared, read_bytes([shared])
@@ -128,7 +129,7 @@ class DraftHead:
             bias = self.bias[self.vocabulary]
         packed = packed_like(target.head, weight, bias, SCORES)
         self.scores = packed or partial(F.linear, weight=weight, bias=bias)
-        self.weight = weight if packed is None and bias is None else None  # of ``scores``, if that is all
+        self.weight = weight if packed is None and bias is None else None
         self.read = weight.nbytes if packed is None else read_bytes([packed])
         del weight
         give_back()

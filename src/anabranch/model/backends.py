@@ -52,7 +52,6 @@ class TorchBackend:
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a whole pass, up to the last norm."""
         inputs, cache, slots, taps, rider, _, sides = request
-        assert isinstance(inputs, Inputs)
         nodes = Nodes.of(inputs, cache.lengths[slots])
         run = Pass(network.config, nodes, cache, slots, network.rope(), sides=sides)
         return self._through(network, run, inputs.counts_B, taps, rider).without_prefill(inputs)
@@ -155,8 +154,6 @@ class GraphBackend(TorchBackend):
             or network.config.experts is not None  # the host reads which experts are chosen
             or (rope.varies and any(cache.unread(slots)))  # the rest of a prompt may take tables of its own
         ):
-            if isinstance(inputs, DeviceTrees):
-                request = request._replace(inputs=inputs.on_host())
             return super().run(network, request)
         assert width is not None
         cache.begin(width, slots)
@@ -172,10 +169,9 @@ class GraphBackend(TorchBackend):
         table = rope.rotations(cache.capacity).table
         paths = known and need == "paths"
         fused = known and rider is None and rows * width <= MOST_ROWS and self._fused(network)
-        grown = inputs if isinstance(inputs, DeviceTrees) else None
-        if isinstance(inputs, DeviceTrees):
-            assert paths, "trees on a device are verified there"
-            given = [inputs.packed]
+        grown = inputs if paths and isinstance(inputs, DeviceTrees) else None
+        if grown is not None:
+            given = [grown.packed]
         else:
             given = [packed(inputs.widened(width), lengths)] if known else [*Nodes.of(inputs.widened(width), lengths)]
 

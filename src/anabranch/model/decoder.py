@@ -20,7 +20,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.model.backends import TorchBackend
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
-from anabranch.model.inputs import DeviceTrees, Inputs
+from anabranch.model.inputs import Inputs
 from anabranch.model.lora import Lora, RowLoras
 from anabranch.model.network import Network
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult, Rider
@@ -95,7 +95,7 @@ class Decoder(Network):
 
     def forward(
         self,
-        inputs: Inputs | DeviceTrees,
+        inputs: Inputs,
         cache: Cache,
         *,
         slots: slice | None = None,
@@ -118,7 +118,6 @@ class Decoder(Network):
         slots = slice(0, cache.count) if slots is None else slots
         cache.begin(inputs.width, slots)
         if self.config.position == "learned" and max(cache.lengths[slots]) + inputs.width > self.config.max_positions:
-            inputs = inputs.on_host() if isinstance(inputs, DeviceTrees) else inputs
             self._check_positions(inputs, cache.lengths[slots])
         sides = self.loras.sides(loras)
         if need == "paths" and not self.backend.verifies:

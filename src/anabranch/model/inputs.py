@@ -129,44 +129,50 @@ class Inputs:
         return Inputs(tokens.reshape(-1), parents.reshape(-1), (width,) * len(self.counts_B))
 
 
-class DeviceTrees:
-    """Best-first trees that were grown on a GPU and are not known on the host yet, as inputs of a pass.
+class DeviceTrees(Inputs):
+    """Best-first trees that were grown on a GPU; a pass that verifies them there need not read them before.
+
+    All are padded to one width. Whoever asks for tokens or parents waits for them.
 
     packed  tokens [B N], parents [B N], committed tokens [B], bits of joint log probabilities [B N]; int64
-    width   N: the nodes that each tree is padded to
     label   of the nodes' sources, before their depth
     """
 
-    prefill_B: Sequence[int] = ()
-
     def __init__(self, packed: Tensor, rows: int, width: int, label: str) -> None:
-        self.packed, self.rows, self.width, self.label = packed, rows, width, label
-        self._numbers: NDArray[np.int64] | None = None
+        self.__dict__.update(packed=packed, label=label, counts_B=(width,) * rows, prefill_B=())
+
+    packed: Tensor
+    label: str
 
     def arrived(self, numbers: NDArray[np.int64]) -> None:
         """Take the numbers of ``packed`` from a transfer that had others too."""
-        self._numbers = numbers
+        self.__dict__["numbers"] = numbers
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """``packed`` on the host."""
+        numbers: NDArray[np.int64] = self.packed.cpu().numpy()
+        return numbers
+
+    @cached_property
+    def tokens_M(self) -> NDArray[np.int64]:
+        """The tokens of all nodes."""
+        return self.numbers[: sum(self.counts_B)]
+
+    @cached_property
+    def parents_M(self) -> NDArray[np.int64]:
+        """The parents of all nodes."""
+        return self.numbers[sum(self.counts_B) : 2 * sum(self.counts_B)]
 
     @cached_property
     def trees(self) -> list[DraftTree]:
-        """The trees; read from the device unless they have arrived."""
-        numbers = self.packed.cpu().numpy() if self._numbers is None else self._numbers
-        shape, nodes = (self.rows, self.width), self.rows * self.width
-        tokens, parents = numbers[:nodes].reshape(shape), numbers[nodes : 2 * nodes].reshape(shape)
-        joint = numbers[2 * nodes + self.rows :].astype(np.int32).view(np.float32).reshape(shape)
-        return [self._tree(*row) for row in zip(tokens, parents, joint, strict=True)]
+        """The trees, without padding."""
+        joint = self.numbers[2 * sum(self.counts_B) + len(self.counts_B) :].astype(np.int32).view(np.float32)
+        rows = (self.tokens_BN, self.parents_BN, joint.reshape(len(self.counts_B), -1))
+        return [self._tree(*row) for row in zip(*rows, strict=True)]
 
     def _tree(self, tokens: NDArray[np.int64], parents: NDArray[np.int64], joint: NDArray[np.float32]) -> DraftTree:
         size = 1 + int((parents >= 0).sum())  # the best nodes come first, padding last
         depths = depths_of(parents[:size]).tolist()
         sources = ("target", *(f"{self.label} {depth}" for depth in depths[1:]))
         return DraftTree(tokens[:size].copy(), parents[:size].copy(), sources=sources, log_probs=joint[:size].copy())
-
-    @property
-    def counts_B(self) -> Sequence[int]:
-        """The nodes of each row, padding included."""
-        return (self.width,) * self.rows
-
-    def on_host(self) -> Inputs:
-        """The same inputs for a pass that is not captured."""
-        return Inputs.of_trees(self.trees)

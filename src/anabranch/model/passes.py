@@ -21,7 +21,7 @@ from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.device.layers import attend, trusted
-from anabranch.model.inputs import DeviceTrees, Inputs, starts_of
+from anabranch.model.inputs import Inputs, starts_of
 from anabranch.model.rope import Rope
 from anabranch.verify import Verdict
 
@@ -210,7 +210,6 @@ Need: TypeAlias = Literal["keys", "hidden", "logits", "tokens", "paths"]
 class PassRequest(NamedTuple):
     """The arguments of a pass; ``Decoder.forward`` has checked that it fits the cache and reserved the positions there.
 
-    inputs   not ``DeviceTrees`` unless the backend ``verifies``
     slots    the cache slots of the rows
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
@@ -218,7 +217,7 @@ class PassRequest(NamedTuple):
     sides    the terms added to some rows in each layer (``lora``); None: none
     """
 
-    inputs: Inputs | DeviceTrees
+    inputs: Inputs
     cache: Cache
     slots: slice
     taps: Sequence[int]

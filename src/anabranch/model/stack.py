@@ -21,7 +21,7 @@ from anabranch.model.backends import TorchBackend
 from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
 from anabranch.model.experts import Experts
-from anabranch.model.inputs import Inputs, starts_of
+from anabranch.model.inputs import starts_of
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult
@@ -301,7 +301,6 @@ class NativeBackend(TorchBackend):
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a pass without padding its rows; a rider or several tapped layers take several calls."""
         inputs, cache, slots, taps, rider, need, sides = request
-        assert isinstance(inputs, Inputs)
         assert sides is None, "a target with LoRAs by row is not packed"
         if rider is not None or len(taps) > 1:
             return super().run(network, request)

@@ -20,6 +20,7 @@ from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.device.layers import NO_NORM, attend, fits, norm_of, project, trusted
 from anabranch.model.device.ops import ACTIVATIONS, ops
+from anabranch.model.mlp import MLP
 from anabranch.support.memory import free_memory
 
 __all__ = ["FusedTrail"]
@@ -50,6 +51,7 @@ class FusedTrail:
     def _merged(self, index: int) -> dict[str, Tensor]:
         block, layer = self.target.blocks[index], self.adapter.layer(index)
         assert isinstance(block, Block)
+        assert isinstance(block.mlp, MLP)
         merged = {}
         for name, linear in (("qkv", block.qkv), ("out", block.out), ("up", block.mlp.up), ("down", block.mlp.down)):
             assert isinstance(linear, nn.Linear)
@@ -105,8 +107,9 @@ class FusedTrail:
         kept = _keeps(self.adapter)
         gates = config.intermediate_size if config.gated_mlp and kept else 0
         activation = ACTIVATIONS.index(config.activation if kept else "silu")
-        up_bias, down_bias = (_bias(block.mlp.up), _bias(block.mlp.down)) if kept else (None, None)
+        assert isinstance(block.mlp, MLP)
         assert block.norm_mlp is not None
+        up_bias, down_bias = (_bias(block.mlp.up), _bias(block.mlp.down)) if kept else (None, None)
         if up_bias is not None and len(up_bias) < len(weights["up"]):
             up_bias = torch.cat((up_bias, up_bias.new_zeros(len(weights["up"]) - len(up_bias))))
         y = ops.product(x_MD, weights["up"], up_bias, *norm_of(block.norm_mlp), activation, gates, None)

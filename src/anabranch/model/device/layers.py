@@ -24,6 +24,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.device.cases import cases, difference
 from anabranch.model.device.ops import ACTIVATIONS, NORMS, implement, ops
+from anabranch.model.mlp import MLP
 from anabranch.model.network import Network
 
 __all__ = ["MOST_ROWS", "NO_NORM", "attend", "fits", "fused_layers", "norm_of", "project", "trusted"]
@@ -202,6 +203,7 @@ def _layer(
     c, (b, n, d) = block.config, x_BND.shape
     assert block.norm_mlp is not None
     assert isinstance(block.qkv, nn.Linear)
+    assert isinstance(block.mlp, MLP)
     q = project(block, block.qkv.weight, x_BND, table, nodes.positions_BN, keys_BKCE, values_BKCE, places_BN)
     keys, values = keys_BKCE[:, :, :span], values_BKCE[:, :, :span]
     a = attend(c, layer, q, keys, values, nodes.lengths_B, nodes.tree_BNN, nodes.positions_BN).view(b * n, -1)
