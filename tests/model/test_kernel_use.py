@@ -65,9 +65,9 @@ def test_the_best_kernels_are_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("changes", "dtype", "why"),
     [
-        ({"norm": "layer"}, torch.bfloat16, "the native kernels do not cover the llama family; use a model of"),
+        ({"norm": "layer", "qk_norm": "head"}, torch.bfloat16, "have LayerNorm only before attention and MLP; use a"),
         ({"intermediate_size": 48}, torch.bfloat16, "multiples of 32, and intermediate_size is 48"),
-        ({"head_dim": 160}, torch.bfloat16, "at most 128 channels, and these have 160"),
+        ({"head_dim": 160}, torch.bfloat16, "at most 128 channels or of 256, not of 160"),
         ({}, torch.float16, "take bfloat16 and float32, not float16; load it in bfloat16"),
     ],
 )

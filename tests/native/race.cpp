@@ -76,9 +76,14 @@ std::vector<float> results(int kind, void* runner) {
       *places[i] = weights.back().packed;
     }
     layer.norm_in = layer.norm_mlp = ones.data();
+    layer.rope_width = E;
     for (void** to : {&layer.keys, &layer.values}) *to = caches.emplace_back(static_cast<size_t>(BATCH * KV * CAPACITY * E)).data();
   }
-  const Shape shape{D, HEADS, KV, E, INNER, E, 1e-5f, 0.2f, KV * CAPACITY * E, CAPACITY * E};
+  Shape shape{};
+  shape.d = D, shape.heads = HEADS, shape.kv_heads = KV, shape.e = E, shape.inner = INNER, shape.rope_dim = E;
+  shape.activation = SILU, shape.gated = 1, shape.eps = 1e-5f, shape.scale = 0.2f;
+  shape.residual_scale = shape.embedding_scale = 1.0f;
+  shape.row_stride = KV * CAPACITY * E, shape.head_stride = CAPACITY * E;
   const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
   const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, 0, x.data(), angles.data(), angles.data(), starts, lengths, parents,
                           nullptr};

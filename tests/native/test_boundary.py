@@ -178,7 +178,7 @@ def test_the_c_side_refuses_by_itself() -> None:
     assert "null" in refused(c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 32, 3)), at, at, None))
     assert "null" in refused(c.anabranch_linear(0, None, None, 1, None, None, None))
     assert "threads" in refused(c.anabranch_runner(0, ctypes.byref(ctypes.c_void_p())))
-    assert "whole blocks" in refused(c.anabranch_norm(1, at, ctypes.c_int64(1), 40, at, ctypes.c_float(0), at))
+    assert "whole blocks" in refused(c.anabranch_norm(1, at, ctypes.c_int64(1), 40, at, None, 0, ctypes.c_float(0), at))
     nodes = np.array([2, 2], np.int64)
     move = [ctypes.c_int64(n) for n in (0, 1024, 64, 3)]
     assert "ascend" in refused(c.anabranch_move(at, at, 1, 1, *move, ctypes.c_void_p(nodes.ctypes.data), 2))
@@ -215,7 +215,9 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([10], chain, {}, {"own": -1}, "out of range"),
         ([10], chain, {}, {"own": 2}, "equally many"),
         ([10], chain, {}, {"cos": None}, "null"),
-        ([10], chain, {"rope_dim": 64}, {}, "rotations"),
+        ([10], chain, {"rope_dim": 16}, {}, "rotations"),
+        ([10], chain, {"rope_dim": 256}, {}, "rotation tables"),
+        ([10], chain, {"activation": 4}, {}, "activation"),
         ([10], chain, {"e": 48}, {}, "channels"),
         ([10], chain, {"e": 160}, {}, "channels"),
         ([10], chain, {"d": 60}, {}, "multiple of 32"),

@@ -66,6 +66,7 @@ def variant(**changes: object) -> ModelConfig:
     return replace(BASE, **changes)
 
 
+LAYER_NORM = {"norm": "layer", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 CASES = {
     "llama": BASE,
     "no groups": variant(num_kv_heads=4),
@@ -78,8 +79,43 @@ CASES = {
     "sliding window (mistral)": variant(sliding_window=9),
     "partly turned": variant(rope=RopeConfig(dim=16, max_positions=512)),
     "tied head": variant(tied_head=True),
+    "windows by layer, caps, wide heads (gemma2)": variant(
+        head_dim=256,
+        rope=RopeConfig(dim=256, max_positions=512),
+        num_heads=2,
+        num_kv_heads=1,
+        norm_plus_one=True,
+        post_norms=True,
+        activation="gelu_tanh",
+        attention_softcap=4.0,
+        logit_softcap=3.0,
+        sliding_window=9,
+        sliding_layers=(True, False, True),
+        embedding_scale=8.0,
+    ),
+    "rotations by layer (gemma3, smollm3)": variant(
+        qk_norm="head",
+        sliding_window=9,
+        sliding_layers=(True, False, False),
+        sliding_rope=RopeConfig(theta=100.0, dim=32, max_positions=512),
+        rotated_layers=(True, True, False),
+        query_scaling=(0.3, 16),
+        mlp_bias=True,
+    ),
+    "norms of all heads and after layers (olmo2), scales (granite)": variant(
+        qk_norm="all", pre_norms=False, post_norms=True, residual_scale=0.6, output_scale=0.6, embedding_scale=3.0
+    ),
+    "learned positions (gpt2)": variant(
+        **LAYER_NORM, position="learned", learned_offset=2, gated_mlp=False, activation="gelu_tanh"
+    ),
+    "parallel (phi)": variant(**LAYER_NORM, wiring="parallel", gated_mlp=False, activation="gelu", head_bias=True),
+    "parallel with two norms (neox)": variant(
+        **LAYER_NORM, wiring="parallel_two_norms", gated_mlp=False, activation="relu"
+    ),
 }
 
+
+RAGGED = ["llama", "one kv head", "sliding window (mistral)", *list(CASES)[-6:]]
 
 TYPES = [torch.bfloat16, torch.float32]
 FORMS = ["bfloat16", "compact", "float32", "int8", "int4"]
@@ -196,7 +232,7 @@ def test_a_tree_is_its_paths_to_the_bit(name: str, form: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["llama", "one kv head", "sliding window (mistral)"])
+@pytest.mark.parametrize("name", RAGGED)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.DataObject) -> None:
@@ -232,7 +268,7 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["llama", "one kv head", "sliding window (mistral)"])
+@pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("count", [3, 150])
 def test_a_pass_for_keys_and_values_leaves_those_of_a_whole_one(count: int, name: str, form: str) -> None:
     model, found = model_of(name, form), []
@@ -245,7 +281,7 @@ def test_a_pass_for_keys_and_values_leaves_those_of_a_whole_one(count: int, name
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["llama", "one kv head", "sliding window (mistral)"])
+@pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("prefill", [(5,), (69,), (100,), (3, 0, 20), (7, 30, 64)], ids=str)
 def test_prompt_tokens_in_the_pass_of_a_step_change_nothing(prefill: tuple[int, ...], name: str, form: str) -> None:
     """Trees after the last tokens of prompts, read in the same pass or in one before: the same to the bit."""

@@ -74,7 +74,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config, self.rotation = config, config.rotations(layer)
+        self.config, self.rotation, self.slides = config, config.rotations(layer), config.is_sliding(layer)
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.norm_in: nn.Module = Norm(config) if config.pre_norms else nn.Identity()
         self.qkv: nn.Module = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)

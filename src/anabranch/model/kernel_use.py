@@ -112,23 +112,23 @@ def _lacking_type(target: Decoder) -> Shortfall | None:
 
 def _lacking_layers(c: ModelConfig) -> Shortfall | None:
     """The reason why the kernels cannot run layers of this config, experts excepted."""
-    wired = c.wiring == "sequential" and c.norm == "rms" and c.gated_mlp and c.activation == "silu"
-    plain = not (c.post_norms or c.mlp_bias or c.attention_softcap is not None) and c.position == "rope"
-    alike = len({c.is_sliding(layer) for layer in range(c.num_layers)}) == 1
-    other = "use a model of the Llama, Mistral, SmolLM, Qwen2 or Qwen3 families for the faster kernels"
+    other = "use a model of another family for the faster kernels"
     if c.attention_sinks:
         return Shortfall(f"PyTorch runs the layers of {c.family} models: their attention has sinks", other)
-    if not (wired and plain and alike and c.embedding_scale == 1.0):
-        return Shortfall(f"the native kernels do not cover the {c.family} family", other)
+    # no supported family combines these
+    if c.norm == "layer" and (c.qk_norm != "none" or c.post_norms):
+        return Shortfall("the native kernels have LayerNorm only before attention and MLP", other)
+    if c.wiring != "sequential" and (c.post_norms or not c.pre_norms):
+        return Shortfall("the native kernels run parallel attention and MLP only after norms", other)
     sizes = {"hidden_size": c.hidden_size, "head_dim": c.head_dim, "intermediate_size": c.intermediate_size}
     if c.experts is not None:
         sizes["the width of an expert"] = c.experts.width
     for name, size in sizes.items():
         if size % native.BLOCK:
             return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}")
-    if c.head_dim > 128:
-        return Shortfall(f"the native kernels take heads of at most 128 channels, and these have {c.head_dim}")
-    if c.rope.dim % 2 or c.rope.dim > c.head_dim:
+    if c.head_dim > 128 and c.head_dim != 256:
+        return Shortfall(f"the native kernels take heads of at most 128 channels or of 256, not of {c.head_dim}")
+    if c.position == "rope" and (c.rope.dim % 2 or c.rope.dim > c.head_dim):
         channels = f"{c.rope.dim} of {c.head_dim} channels"
         return Shortfall(f"the native kernels rotate an even number of a head's channels, not {channels}")
     return None

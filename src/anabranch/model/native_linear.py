@@ -18,7 +18,16 @@ from anabranch.model.network import Network
 from anabranch.model.quantize import GROUP, QuantizedWeight
 from anabranch.native import library as native
 
-__all__ = ["HeadTable", "NativeLinear", "RowTable", "Screen", "SelectedOutputs", "StoredWeight", "table_of"]
+__all__ = [
+    "HeadTable",
+    "NativeLinear",
+    "RowTable",
+    "Screen",
+    "SelectedOutputs",
+    "StoredWeight",
+    "places_of",
+    "table_of",
+]
 
 MIN_SCREENED = 4096  # outputs from which a screen makes ``choose`` faster
 MAX_NORM = 1e12  # of a screened output: sums of larger ones may overflow
@@ -122,7 +131,8 @@ class NativeLinear(nn.Module):
         self.in_features = _width(weight)
         self.out_features = self.packed.outputs
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.offset = None if bias is None else bias.detach().float().contiguous()
+        offset = None if bias is None else bias.detach().float().contiguous()
+        self.offset = self._interleave(offset) if gated and offset is not None else offset
 
     @property
     def nbytes(self) -> int:
@@ -277,6 +287,15 @@ def table_of(target: Network) -> native.Table:
     weight = target.embedding.weight
     assert weight.is_contiguous()
     return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
+
+
+def places_of(target: Network) -> native.Table:
+    """A target's embedding of positions for the kernels, from the first token's on; empty if it has none."""
+    if target.positions is None:
+        return native.Table()
+    weight, offset = target.positions.weight, target.config.learned_offset
+    assert weight.is_contiguous()
+    return native.Table(rows=weight[offset:].data_ptr(), packed=0, words=len(weight) - offset)
 
 
 def _width(weight: Tensor | QuantizedWeight | StoredWeight) -> int:

@@ -15,7 +15,7 @@ from anabranch.model.blocks import Block, Norm
 from anabranch.model.config import ModelConfig
 from anabranch.model.rope import Rope
 
-__all__ = ["Network"]
+__all__ = ["Network", "rounded"]
 
 
 class Network(nn.Module):
@@ -58,7 +58,7 @@ class Network(nn.Module):
         """Token ids and positions [...] -> [..., D]."""
         x: Tensor = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
-            x = x * _rounded(self.config.embedding_scale, x.dtype)
+            x = x * rounded(self.config.embedding_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions(positions + self.config.learned_offset)
         return x
@@ -81,5 +81,6 @@ def _table(rows: int, width: int) -> nn.Embedding:
 
 
 @cache
-def _rounded(value: float, dtype: torch.dtype) -> float:
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """A scale as PyTorch multiplies values of this type by it."""
     return float(torch.tensor(value, dtype=dtype))

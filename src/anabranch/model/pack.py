@@ -254,7 +254,7 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
                 packed: nn.Module = NativeLinear(
                     _stored(linear),
                     linear.bias,
-                    gated=name == "up" and module is block.mlp and whole,
+                    gated=name == "up" and module is block.mlp and whole and target.config.gated_mlp,
                     wide=isinstance(block.mlp, Experts) and module is not block,
                     compact=kernels.expands,
                 )

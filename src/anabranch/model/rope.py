@@ -73,6 +73,12 @@ class Rope:
         self._tables: dict[int, Tensor] = {}
 
     @property
+    def columns(self) -> int:
+        """The width of the tables."""
+        dims = self.config.dim + (0 if self._sliding is None else self._sliding.dim)
+        return dims if self._query_scaling is None else 2 * dims
+
+    @property
     def reread_after(self) -> int | None:
         """The length beyond which a text is read again, as a prompt of its own; None: never."""
         return _original(self.config) if self.varies and self.config.rereads else None

@@ -22,8 +22,8 @@ from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
 from anabranch.model.experts import Experts
 from anabranch.model.inputs import starts_of
-from anabranch.model.native_linear import NativeLinear, table_of
-from anabranch.model.network import Network
+from anabranch.model.native_linear import NativeLinear, places_of, table_of
+from anabranch.model.network import Network, rounded
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult
 from anabranch.native import library as native
 from anabranch.native.arguments import address, require
@@ -31,6 +31,7 @@ from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
 
 __all__ = ["LayerWeights", "NativeBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
 
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # as in plan.h
 KEPT = 16  # pairs of a cache and a range of layers whose structs are kept, besides one for each layer
 
 
@@ -75,10 +76,10 @@ class Stack:
         config = target.config
         self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
         self.kind = layers[0].qkv.of_rows  # of the rows between two products, one of native.KINDS
-        self._window = (config.sliding_window if config.is_sliding(0) else None) or 0  # 0: none
+        self._window = config.sliding_window or 0  # 0: none
         self._kept: list[object] = []  # memory that the structs point to
         self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
-        self._norms: dict[Norm, Tensor] = {}
+        self._norms: dict[Norm, tuple[Tensor, Tensor | None]] = {}
         self._table = (torch.empty(0), 0, 0)  # the last result of ``_pointers``
         self._ends: native.Ends | None = None
         self._layers = [self._struct(layer) for layer in layers]
@@ -90,9 +91,17 @@ class Stack:
             kv_heads=config.num_kv_heads,
             e=config.head_dim,
             inner=config.intermediate_size,
-            rope_dim=config.rope.dim,
+            rope_dim=self._rope.columns,
+            activation=_ACTIVATIONS.index(config.activation),
+            gated=config.gated_mlp,
+            parallel=config.wiring != "sequential",
+            layer_norm=config.norm == "layer",
+            heads_normed=config.qk_norm == "all",
             eps=config.norm_eps,
             scale=scale,
+            softcap=config.attention_softcap or 0.0,
+            residual_scale=config.residual_scale,
+            embedding_scale=rounded(config.embedding_scale, target.dtype),
         )
 
     @staticmethod
@@ -112,12 +121,14 @@ class Stack:
         stack = Stack(target, layers, 0)
         stack._ends = native.Ends(
             embedding=table_of(target),
+            places=places_of(target),
             norm=stack._pointer(norm_weight(target.norm)),
+            norm_bias=stack._pointer(norm_bias(target.norm)),
             head=stack._packed(target.head),
             bias=stack._pointer(target.head.offset),
             screen=native.Screen() if target.head.screen is None else target.head.screen.native,
         )
-        stack._kept.append(target.embedding)
+        stack._kept += [target.embedding, target.positions]
         return stack
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
@@ -134,15 +145,30 @@ class Stack:
         return linear.packed
 
     def _struct(self, layer: LayerWeights) -> native.Layer:
-        block = layer.block
-        assert block.norm_mlp is not None
+        block, turn = layer.block, layer.block.rotation
+        # in a parallel block one norm may be for both
+        before_mlp = block.norm_in if block.config.wiring == "parallel" else block.norm_mlp
+        norms = {
+            "norm_in": block.norm_in,
+            "norm_mlp": before_mlp,
+            "q_norm": block.q_norm,
+            "k_norm": block.k_norm,
+            "after_attention": block.norm_after_attention,
+            "after_mlp": block.norm_after_mlp,
+        }
+        known = {name: norm for name, norm in norms.items() if isinstance(norm, Norm)}
+        assert all(name in ("norm_in", "norm_mlp") or norm.bias is None for name, norm in known.items())
         return native.Layer(
-            norm_in=self._pointer(norm_weight(block.norm_in) if isinstance(block.norm_in, Norm) else None),
-            norm_mlp=self._pointer(norm_weight(block.norm_mlp)),
-            q_norm=self._pointer(None if block.q_norm is None else norm_weight(block.q_norm)),
-            k_norm=self._pointer(None if block.k_norm is None else norm_weight(block.k_norm)),
+            **{name: self._pointer(norm_weight(norm)) for name, norm in known.items()},
+            **{f"{name}_bias": self._pointer(norm.bias) for name, norm in known.items() if norm.bias is not None},
             qkv_bias=self._pointer(layer.qkv.offset),
             out_bias=self._pointer(layer.out.offset),
+            up_bias=self._pointer(None if layer.up is None else layer.up.offset),
+            down_bias=self._pointer(None if layer.down is None else layer.down.offset),
+            rope_queries=0 if turn is None else turn.queries,
+            rope_keys=0 if turn is None else turn.keys,
+            rope_width=0 if turn is None else turn.width,
+            slides=block.slides,
             qkv=self._packed(layer.qkv),
             out=self._packed(layer.out),
             up=self._packed(layer.up),
@@ -180,7 +206,7 @@ class Stack:
         own: int = 0,
         prompts: Sequence[int] = (),
     ) -> StackStep:
-        """The nodes of a pass over rows of ``lengths`` committed tokens; all layers have the same sliding window.
+        """The nodes of a pass over rows of ``lengths`` committed tokens.
 
         counts     nodes of each row [B]; a row of 0 nodes takes no part, and its cache is left as it is
         parents_M  indices within the row, each before its child; -1: no parent; None: chains
@@ -275,14 +301,21 @@ class Stack:
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalise float32 rows [..., D], in the weights' type."""
         if norm not in self._norms:
-            self._norms[norm] = norm_weight(norm).contiguous()
-        return self.kernels.norm(x, self._norms[norm], norm.eps, norm.weight.dtype)
+            self._norms[norm] = norm_weight(norm).contiguous(), norm_bias(norm)
+        weight, bias = self._norms[norm]
+        return self.kernels.norm(x, weight, norm.eps, norm.weight.dtype, bias=bias, layer=norm.kind == "layer")
 
 
 def norm_weight(norm: Norm) -> Tensor:
-    """The float32 factors of an RMS norm [D]."""
+    """The float32 factors of a norm [D]."""
     weight = norm.weight.detach().float()
-    return weight + 1.0 if norm.plus_one else weight
+    weight = weight + 1.0 if norm.plus_one else weight
+    return weight if norm.scale == 1.0 else weight * norm.scale
+
+
+def norm_bias(norm: Norm) -> Tensor | None:
+    """The float32 terms of a norm [D]; None: it has none."""
+    return None if norm.bias is None else norm.bias.detach().float().contiguous() * norm.scale
 
 
 class NativeBackend(TorchBackend):

@@ -12,12 +12,14 @@ namespace {
 constexpr int KEY_TILE = 64;     // keys that are transposed at a time
 constexpr int VALUE_TILE = 512;  // values that all queries of a task use while they are in the second-level cache
 constexpr int MAX_TASK_QUERIES = 24;
+constexpr int MAX_HEAD = 256;  // channels
 
 // rows between the products of a layer; hidden: of all threads, null where each has its own
 template <class T>
 struct Activations {
   float* qkv;
   T *hidden, *heads, *inner, *low;
+  float* added;  // what attention or the MLP adds to the rows, before its norm
 };
 
 // memory for the scores of ``span`` keys in whole vectors, and one value more
@@ -73,14 +75,26 @@ void plan_attention(Runner& runner, const Shape& s, const Activations<T>& rows, 
 
 // ---- parts of a task ----------------------------------------------------------------------------------------------
 
-// One head: RMS norm (where the model has one; in place), rotary embedding, and conversion to T.
+// Head ``head`` of ``count`` heads of a row: RMS norm (where the model has one), rotary embedding of the first ``width``
+// channels, and conversion to T.
 template <class T>
-inline void rotate(float* v, const float* norm, const Shape& s, const float* cos, const float* sin, T* to) {
+inline void rotate(const float* heads, int head, int count, const float* norm, const Shape& s, int width, const float* cos,
+                   const float* sin, T* to) {
+  alignas(64) float normed[MAX_HEAD];
+  const float* v = heads + head * s.e;
   if (norm != nullptr) {
-    const float factor = 1.0f / std::sqrt(sum_of_squares(v, s.e) / static_cast<float>(s.e) + s.eps);
-    for (int i = 0; i < s.e; ++i) v[i] = v[i] * factor * norm[i];
+    const float* over = s.heads_normed != 0 ? heads : v;
+    const int values = s.heads_normed != 0 ? count * s.e : s.e;
+    const float factor = 1.0f / std::sqrt(sum_of_squares(over, values) / static_cast<float>(values) + s.eps);
+    const float* weight = s.heads_normed != 0 ? norm + head * s.e : norm;
+    for (int i = 0; i < s.e; ++i) normed[i] = v[i] * factor * weight[i];
+    v = normed;
   }
-  const int half = s.rope_dim / 2;
+  if (width == 0) {
+    for (int i = 0; i < s.e; i += 16) store16(to + i, load16(v + i));
+    return;
+  }
+  const int half = width / 2;
   int i = 0;
   for (; i + 16 <= half; i += 16) {
     const F32x16 a = load16(v + i), b = load16(v + i + half);
@@ -92,7 +106,7 @@ inline void rotate(float* v, const float* norm, const Shape& s, const float* cos
     store1(to + i, a * cos[i] - b * sin[i]);
     store1(to + i + half, b * cos[i + half] + a * sin[i + half]);
   }
-  for (i = s.rope_dim; i < s.e; ++i) store1(to + i, v[i]);
+  for (i = width; i < s.e; ++i) store1(to + i, v[i]);
 }
 
 // Scores of QUERIES queries and up to KEY_TILE transposed keys in groups of 16, as many groups at a time as there are
@@ -123,6 +137,11 @@ inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int wor
   int g = 0;
   for (; g + AT_ONCE <= groups; g += AT_ONCE) score(g, std::integral_constant<int, AT_ONCE>{});
   for (; g < groups; ++g) score(g, std::integral_constant<int, 1>{});
+}
+
+// Caps n scores: scores = cap tanh(scale scores / cap); ``p`` is padded to whole vectors.
+inline void cap_scores(float* p, int n, float scale, float cap) {
+  for (int i = 0; i < n; i += 16) store16(p + i, broadcast(cap) * tanh(load16(p + i) * broadcast(scale / cap)));
 }
 
 // Softmax of n scores without the division; returns the sum to divide by. ``p`` is padded to whole vectors. The weights
@@ -186,7 +205,12 @@ class Attention {
     rotate_queries();
     score();
     float total[MAX_TASK_QUERIES];
-    for (int i = 0; i < task_.count; ++i) total[i] = softmax<Q>(p_ + i * width_, gather_seen(i), s_.scale);
+    for (int i = 0; i < task_.count; ++i) {
+      float* p = p_ + i * width_;
+      const int seen = gather_seen(i);
+      if (s_.softcap > 0.0f) cap_scores(p, seen, s_.scale, s_.softcap);
+      total[i] = softmax<Q>(p, seen, s_.softcap > 0.0f ? 1.0f : s_.scale);
+    }
     weigh_values(total);
   }
 
@@ -200,10 +224,10 @@ class Attention {
 
   void rotate_queries() {
     for (int i = 0; i < task_.count; ++i) {
-      const int64_t node = node_of(i), angle = plan_.rotation_of[node] * s_.rope_dim;
+      const int64_t node = node_of(i), angle = plan_.rotation_of[node] * s_.rope_dim + l_.rope_queries;
       const int head = task_.head * group_ + (task_.first + i) % group_;
-      rotate(rows_.qkv + node * l_.qkv.outputs + head * s_.e, l_.q_norm, s_, plan_.cos + angle, plan_.sin + angle,
-             q_ + i * s_.e);
+      rotate(rows_.qkv + node * l_.qkv.outputs, head, s_.heads, l_.q_norm, s_, l_.rope_width, plan_.cos + angle,
+             plan_.sin + angle, q_ + i * s_.e);
     }
   }
 
@@ -335,7 +359,8 @@ void attend(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan
       case 1: Attention<T, 2>(s, l, plan, rows, task, memory).run(); break;
       case 2: Attention<T, 4>(s, l, plan, rows, task, memory).run(); break;
       case 3: Attention<T, 6>(s, l, plan, rows, task, memory).run(); break;
-      default: Attention<T, 8>(s, l, plan, rows, task, memory).run(); break;
+      case 4: Attention<T, 8>(s, l, plan, rows, task, memory).run(); break;
+      default: Attention<T, 16>(s, l, plan, rows, task, memory).run(); break;
     }
   });
 }

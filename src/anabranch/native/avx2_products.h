@@ -410,22 +410,22 @@ inline void accumulate_values(const T* p, int64_t p_stride, const P* v, int coun
   constexpr int AT_ONCE = QUERIES == 1 && NE % 4 == 0 ? 4 : QUERIES <= 3 ? 2 : 1;
   for (int c = 0; c < NE; c += AT_ONCE) {
     F32x16 a[QUERIES][AT_ONCE];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < QUERIES; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int n = 0; n < AT_ONCE; ++n) a[i][n] = out[i * NE + c + n];
     for (int j = 0; j < count; ++j) {
       const P* row = v + (static_cast<int64_t>(j) * NE + c) * 16;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int n = 0; n < AT_ONCE; ++n) {
         const F32x16 value = load16(row + 16 * n);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int i = 0; i < QUERIES; ++i) a[i][n] = mul_add(broadcast_word(p + i * p_stride + j), value, a[i][n]);
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < QUERIES; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int n = 0; n < AT_ONCE; ++n) out[i * NE + c + n] = a[i][n];
   }
 }

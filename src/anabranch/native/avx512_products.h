@@ -502,24 +502,24 @@ template <int QUERIES, int NE, class T, class P>
 inline void accumulate_values(const T* p, int64_t p_stride, const P* v, int count, F32x16* out) {
   constexpr int STEP = PER_LANE<T>;
   __m512 acc[QUERIES][NE];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < QUERIES; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int c = 0; c < NE; ++c) acc[i][c] = out[i * NE + c];
   for (int j = 0; j < count; j += STEP) {
     const P* row = v + static_cast<int64_t>(j) * NE * 16;
     __m512i value[NE];
     load_pairs<NE>(row, row + NE * 16, value);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < QUERIES; ++i) {
       const __m512i w = broadcast_word(p + i * p_stride + j);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int c = 0; c < NE; ++c) acc[i][c] = dot_add<T>(acc[i][c], w, value[c]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < QUERIES; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int c = 0; c < NE; ++c) out[i * NE + c] = acc[i][c];
 }
 

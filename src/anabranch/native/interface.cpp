@@ -264,15 +264,18 @@ int anabranch_linear(int kind, void* runner, const void* x, int count, const Pac
   });
 }
 
-// y = RMS norm of x [count, width] float32
-int anabranch_norm(int kind, const float* x, int64_t count, int width, const float* weight, float eps, void* y) {
+// y = LayerNorm (``layer``) or RMS norm of x [count, width] float32; ``bias`` may be null, and is for an RMS norm
+int anabranch_norm(int kind, const float* x, int64_t count, int width, const float* weight, const float* bias, int layer,
+                   float eps, void* y) {
   return guarded([&] {
     require(x != nullptr && weight != nullptr && y != nullptr, "a pointer is null");
     require(kind == BF16 || kind == FLOAT, "the output of a norm is not bf16 or float32");
     require(in_range(width, BLOCK, MAX_VALUES) && width % BLOCK == 0 && count >= 0, "a norm's width is not in whole blocks");
     with_plain_type(kind, [&](auto* p) {
+      Shape s{};
+      s.d = width, s.layer_norm = layer, s.eps = eps;
       for (int64_t i = 0; i < count; ++i)
-        rms_norm(x + i * width, weight, width, eps, static_cast<decltype(p)>(y) + i * width);
+        normalize(s, x + i * width, weight, bias, static_cast<decltype(p)>(y) + i * width);
     });
     return DONE;
   });

@@ -79,7 +79,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pack": (ctypes.POINTER(Packed), _POINTER, _POINTER, _POINTER),
     "copy_outputs": (ctypes.POINTER(Packed), _POINTER, _INT, ctypes.POINTER(Packed), _INT),
     "linear": (_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed), _POINTER, _POINTER),
-    "norm": (_INT, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER),
+    "norm": (_INT, _POINTER, _LONG, _INT, _POINTER, _POINTER, _INT, _FLOAT, _POINTER),
     "best": (_POINTER, _LONG, _INT, _INT, _POINTER, _POINTER),
     "choose": (
         *(_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed)),
@@ -283,17 +283,28 @@ class Library(StoredWeights):
             )
         return y
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """RMS norm of float32 rows [..., D] by a float32 weight, as ``dtype``."""
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        bias: Tensor | None = None,
+        layer: bool = False,
+    ) -> Tensor:
+        """RMS norm or LayerNorm (``layer``) of float32 rows [..., D] by a float32 weight and bias, as ``dtype``."""
         width = x.shape[-1]
         require(x.dtype == torch.float32 and x.is_cpu, "rows to norm are float32 on the CPU")
         require(weight.dtype == torch.float32 and weight.shape == (width,), "a norm's weight is not float32 [D]")
         require(width > 0 and width % BLOCK == 0, "a norm's width {} is not a multiple of {}", width, BLOCK)
-        x, weight = x.contiguous(), weight.contiguous()
+        if bias is not None:
+            require(bias.dtype == torch.float32 and bias.shape == (width,), "a norm's bias is not float32 [D]")
+        x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
         y = torch.empty(x.shape, dtype=dtype)
-        self._c.anabranch_norm(
-            row_kind(y), x.data_ptr(), x.numel() // width, width, weight.data_ptr(), eps, y.data_ptr()
-        )
+        of_rows = row_kind(y), x.data_ptr(), x.numel() // width, width
+        added = None if bias is None else bias.data_ptr()
+        self._c.anabranch_norm(*of_rows, weight.data_ptr(), added, int(layer), eps, y.data_ptr())
         return y
 
     def best(self, z_MN: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -25,24 +25,31 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
   ScreenedSearch<P> search;
   if (choosing)
     search = screened_search(runner, static_cast<const P*>(ends->hidden), last.plan.nodes, ends->head, ends->bias, ends->screen);
+  if (ends != nullptr && ends->places.rows != nullptr)
+    for (int i = 0; i < batch.nodes; ++i)
+      require(pass.plan.rotation_of[i] < ends->places.words, "a position is beyond the embeddings of positions");
   ThreadPool& pool = runner.pool;
   pool.run([&](int thread) {
     if (ends != nullptr && ends->tokens != nullptr) {
       int first, end;
       split_range(batch.nodes, pool.size(), thread, &first, &end);
-      for (int i = first; i < end; ++i)
-        embed<P>(ends->embedding, ends->tokens[i], s.d, pass.plan.x + static_cast<int64_t>(i) * s.d);
+      const P* places = static_cast<const P*>(ends->places.rows);
+      for (int i = first; i < end; ++i) {
+        float* x = pass.plan.x + static_cast<int64_t>(i) * s.d;
+        embed<P>(ends->embedding, ends->tokens[i], s.d, x);
+        scale_and_place(s.embedding_scale, places == nullptr ? nullptr : places + pass.plan.rotation_of[i] * s.d, s.d, x);
+      }
       pool.barrier();
     }
     run_layers(runner, s, layers, count, pass, tail, tap, tapped, to_end && tail == nullptr, thread);
     if (tail != nullptr) {
       copy_rows(pool, pass.plan, tail, s.d, last.plan.x, thread);
       pool.barrier();
-      LayerPart<T>(runner, s, layers[count - 1], last.plan, last.rows, thread).run();
+      LayerPart<T>(runner, s, layers[count - 1], last, thread).run();
       pool.barrier();
     }
     if (ends == nullptr || !to_end) return;
-    norm_rows(pool, last.plan, s, ends->norm, static_cast<P*>(ends->hidden), thread);
+    norm_rows(pool, last.plan, s, ends->norm, ends->norm_bias, static_cast<P*>(ends->hidden), thread);
     if (!choosing) return;
     pool.barrier();
     search_argmax(pool, search, thread);

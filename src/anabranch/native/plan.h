@@ -13,15 +13,29 @@ namespace {
 
 // the weights and the cache of a layer
 struct Layer {
-  const float *norm_in, *norm_mlp, *q_norm, *k_norm, *qkv_bias, *out_bias;  // norm_mlp alone is required
+  // weights of norms [D], null: none; of q and k [E], or of all heads together
+  const float *norm_in, *norm_mlp, *q_norm, *k_norm, *after_attention, *after_mlp;
+  const float *norm_in_bias, *norm_mlp_bias, *qkv_bias, *out_bias, *up_bias, *down_bias;  // null: none
   Packed qkv, out, up, down, low, high;  // low, high: a low-rank term added to the MLP (data null: none)
-  void *keys, *values;                   // of the pass's first batch row: [K, capacity, E]
+  // Rotations of the first ``rope_width`` channels of a head, by the columns of cos and sin from these on; 0: none.
+  int32_t rope_queries, rope_keys, rope_width;
+  int32_t slides;       // 1: nodes see the pass's window, 0: all positions
+  void *keys, *values;  // of the pass's first batch row: [K, capacity, E]
 };
+
+enum Activation { SILU, GELU, GELU_TANH, RELU };
 
 // sizes shared by all layers
 struct Shape {
-  int32_t d, heads, kv_heads, e, inner, rope_dim;
+  int32_t d, heads, kv_heads, e, inner, rope_dim;  // rope_dim: the columns of cos and sin
+  int32_t activation;                              // of the MLP
+  int32_t gated;         // 1: inner = activation(gate) * up, 0: inner = activation(up)
+  int32_t parallel;      // 1: attention and MLP read the same rows, 0: one after the other
+  int32_t layer_norm;    // 1: LayerNorm, 0: RMS norm
+  int32_t heads_normed;  // 1: q_norm and k_norm normalise all heads together, 0: each head
   float eps, scale;
+  float softcap;                          // of attention's scores; 0: none
+  float residual_scale, embedding_scale;  // of what a layer adds to the rows, and of the embedding
   int64_t row_stride, head_stride;  // of the cache, in values
 };
 
@@ -33,7 +47,7 @@ struct RaggedBatch {
   int32_t positions;     // rows of cos and sin
   int32_t own;           // S: each of a batch row's first count / (1 + S) nodes also sees S of the later nodes, its own
   float* x;                // [M, D], in and out
-  const float *cos, *sin;  // [positions, rope_dim]
+  const float *cos, *sin;  // [positions, Shape::rope_dim]
   const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, possibly none
   const int64_t* lengths;  // committed tokens [B]
   const int64_t* parents;  // of each node [M], relative to its batch row; parents come first; -1: none; null: chains
@@ -59,7 +73,8 @@ constexpr int RAW_TABLE = 2;
 struct Ends {
   Table embedding;
   const int64_t* tokens;  // [M]; null: RaggedBatch::x is given
-  const float* norm;      // the last norm [D]
+  Table places;           // embeddings of positions, of the cache's type, row by row; rows null: none
+  const float *norm, *norm_bias;  // the last norm [D]; its bias may be null
   void* hidden;           // the rows after it [M, D]; null: only keys and values are needed
   Packed head;
   const float* bias;
@@ -90,6 +105,11 @@ struct PlanMemory {
   Workspace row, positions, rotations, offsets, first, run;
   std::vector<int32_t> ancestors;
   std::vector<AttentionTask> tasks;
+};
+
+// memory of the plans of a pass: for layers without and with a window
+struct PassMemory {
+  PlanMemory whole, sliding;
 };
 
 // A batch without its prefill nodes: the batch that follows them, and the indices of its nodes in the whole one.
@@ -195,6 +215,23 @@ void embed(const Table& table, int64_t token, int d, float* to) {
   }
 }
 
+// Scales the embedding of a token and adds that of its position (``places`` [D], or null), each rounded to P, as PyTorch does.
+template <class P>
+void scale_and_place(float scale, const P* place, int d, float* x) {
+  if (scale == 1.0f && place == nullptr) return;
+  alignas(64) P rounded[16];
+  for (int j = 0; j < d; j += 16) {
+    if (scale != 1.0f) {
+      store16(rounded, load16(x + j) * broadcast(scale));
+      store16(x + j, load16(rounded));
+    }
+    if (place != nullptr) {
+      store16(rounded, load16(x + j) + load16(place + j));
+      store16(x + j, load16(rounded));
+    }
+  }
+}
+
 // a token's embedding, scaled to unit RMS
 template <class T>
 void embed_normed(const Table& table, int64_t token, const float* ones, int d, float eps, T* to) {
@@ -212,11 +249,12 @@ void check(const Table& table, int d) {
 
 void check(const Shape& s) {
   require(in_range(s.d, BLOCK, MAX_VALUES) && s.d % BLOCK == 0, "the model's width is not a multiple of 32");
-  require(in_range(s.e, 32, 128) && s.e % 32 == 0, "heads do not have 32, 64, 96 or 128 channels");
+  require(s.e == 256 || (in_range(s.e, 32, 128) && s.e % 32 == 0), "heads do not have 32, 64, 96, 128 or 256 channels");
   require(in_range(s.heads, 1, 1 << 16) && in_range(s.kv_heads, 1, s.heads) && s.heads % s.kv_heads == 0,
           "query heads are not a multiple of the key heads");
   require(in_range(s.inner, 0, MAX_VALUES) && s.inner % BLOCK == 0, "the MLP's width is not a multiple of 32");
-  require(in_range(s.rope_dim, 0, s.e) && s.rope_dim % 2 == 0, "rotations are wider than heads, or odd");
+  require(in_range(s.rope_dim, 0, 4 * s.e) && s.rope_dim % 2 == 0, "rotation tables are too wide, or odd");
+  require(in_range(s.activation, SILU, RELU), "unknown activation");
 }
 
 void check(const Shape& s, const RaggedBatch& batch) {
@@ -244,12 +282,14 @@ void check(const Shape& s, const RaggedBatch& batch) {
 }
 
 void check(int kind, const Shape& s, const Layer& l) {
-  require(l.norm_mlp != nullptr, "a layer has no norm before its MLP");
+  require(in_range(l.rope_width, 0, s.e) && l.rope_width % 2 == 0, "rotations are wider than heads, or odd");
+  require(in_range(l.rope_keys, 0, s.rope_dim - l.rope_width) && in_range(l.rope_queries, 0, s.rope_dim - l.rope_width),
+          "rotations are not in the tables");
   require(l.keys != nullptr && l.values != nullptr, "a layer has no cache");
   check(l.qkv, kind, (s.heads + 2 * s.kv_heads) * s.e, s.d);
   check(l.out, kind, s.d, s.heads * s.e);
   if (l.up.data != nullptr) {
-    check(l.up, kind, 2 * s.inner, s.d);
+    check(l.up, kind, (s.gated != 0 ? 2 : 1) * s.inner, s.d);
     check(l.down, kind, s.d, s.inner);
   }
   if (l.low.data != nullptr) {
@@ -277,6 +317,7 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends)
     check(ends.embedding, s.d);
     for (int i = 0; i < batch.nodes; ++i)
       require(in_range(ends.tokens[i], 0, ends.embedding.words - 1), "a token is not in the vocabulary");
+    require(ends.places.packed == 0 && (ends.places.rows == nullptr) == (ends.places.words == 0), "embeddings of positions");
   }
   if (ends.prefill != nullptr) {
     require(ends.hidden != nullptr && batch.trailing == 0 && batch.own == 0, "a pass of another kind has prefill nodes");

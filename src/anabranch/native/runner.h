@@ -21,9 +21,9 @@ class Runner {
 
   ThreadPool pool;
   std::vector<Scratch> scratch;  // of each thread
-  PlanMemory plan, tail_plan;
+  PassMemory plan, tail_plan;
   Tail tail;
-  Workspace x, tail_x, qkv, hidden, heads, inner, low;  // rows of a pass, and between the products of its layers
+  Workspace x, tail_x, qkv, hidden, heads, inner, low, added;  // rows of a pass, and between the products of its layers
   Workspace argmax, converted;
   Workspace screened, norms, upper, lower;  // of a screened search
 

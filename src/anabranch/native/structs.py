@@ -33,8 +33,11 @@ class Layer(ctypes.Structure):
     """The weights and the cache of one layer."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm", "qkv_bias", "out_bias")),
+        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("after_attention", "after_mlp", "norm_in_bias", "norm_mlp_bias")),
+        *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias", "up_bias", "down_bias")),
         *((name, Packed) for name in ("qkv", "out", "up", "down", "low", "high")),
+        *((name, ctypes.c_int32) for name in ("rope_queries", "rope_keys", "rope_width", "slides")),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
     )
@@ -48,8 +51,8 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("activation", "gated", "parallel", "layer_norm", "heads_normed")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "residual_scale", "embedding_scale")),
         ("row_stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
     )
@@ -79,7 +82,9 @@ class Ends(ctypes.Structure):
 
     _fields_ = (
         ("embedding", Table),
-        *((name, ctypes.c_void_p) for name in ("tokens", "norm", "hidden")),
+        ("tokens", ctypes.c_void_p),
+        ("places", Table),
+        *((name, ctypes.c_void_p) for name in ("norm", "norm_bias", "hidden")),
         ("head", Packed),
         ("bias", ctypes.c_void_p),
         ("screen", Screen),

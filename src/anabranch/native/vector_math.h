@@ -74,6 +74,42 @@ inline F32x16 silu(F32x16 x) {
   return x / (one + exp(zero() - x));
 }
 
+// tanh x, absolute error below 2e-7
+inline F32x16 tanh(F32x16 x) {
+  const F32x16 one = broadcast(1.0f);
+  return one - broadcast(2.0f) / (one + exp(x + x));
+}
+
+// erf x by Abramowitz and Stegun 7.1.26, absolute error below 3e-7
+inline F32x16 erf(F32x16 x) {
+  const F32x16 one = broadcast(1.0f), size = max(x, zero() - x);
+  const F32x16 t = one / mul_add(size, broadcast(0.3275911f), one);
+  F32x16 p = broadcast(1.061405429f);
+  for (const float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = mul_add(p, t, broadcast(c));
+  const F32x16 value = one - p * t * exp(zero() - size * size);
+  return select_greater(zero(), x, zero() - value, value);
+}
+
+// the activations of MLPs; see Activation in plan.h
+struct Silu {
+  F32x16 operator()(F32x16 x) const { return silu(x); }
+};
+struct Gelu {
+  F32x16 operator()(F32x16 x) const {
+    const F32x16 half = x * broadcast(0.5f);
+    return mul_add(half, erf(x * broadcast(0.70710678f)), half);
+  }
+};
+struct GeluTanh {
+  F32x16 operator()(F32x16 x) const {
+    const F32x16 inner = mul_add(x * x * x, broadcast(0.044715f), x) * broadcast(1.59576912f);  // 2 sqrt(2 / pi)
+    return x / (broadcast(1.0f) + exp(zero() - inner));
+  }
+};
+struct Relu {
+  F32x16 operator()(F32x16 x) const { return max(x, zero()); }
+};
+
 inline float sum_of_squares(const float* x, int n) {
   F32x16 total = zero();
   for (int i = 0; i < n; i += 16) {
@@ -88,6 +124,24 @@ template <class T>
 inline void rms_norm(const float* x, const float* weight, int n, float eps, T* y) {
   const F32x16 factor = broadcast(1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps));
   const auto part = [&](int i) { return load16(x + i) * factor * load16(weight + i); };
+  for (int b = 0; b < n / BLOCK; ++b) store32(y, b, part(b * BLOCK), part(b * BLOCK + 16));
+}
+
+// y = LayerNorm of x [n], n a multiple of 32; ``bias`` may be null
+template <class T>
+inline void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, T* y) {
+  F32x16 total = zero(), squares = zero();
+  for (int i = 0; i < n; i += 16) total = total + load16(x + i);
+  const F32x16 mean = broadcast(reduce_sum(total) / static_cast<float>(n));
+  for (int i = 0; i < n; i += 16) {
+    const F32x16 v = load16(x + i) - mean;
+    squares = mul_add(v, v, squares);
+  }
+  const F32x16 factor = broadcast(1.0f / std::sqrt(reduce_sum(squares) / static_cast<float>(n) + eps));
+  const auto part = [&](int i) {
+    const F32x16 v = (load16(x + i) - mean) * factor * load16(weight + i);
+    return bias == nullptr ? v : v + load16(bias + i);
+  };
   for (int b = 0; b < n / BLOCK; ++b) store32(y, b, part(b * BLOCK), part(b * BLOCK + 16));
 }
 

@@ -5,6 +5,7 @@ B rows of the cache, M nodes of a pass, N nodes of the widest row, D width.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,7 +94,7 @@ class NativeEagleLayer(EagleLayer):
             block,
             self._packed(block.qkv),
             self._packed(block.out),
-            up=self._packed(block.mlp.up, gated=True),
+            up=self._packed(block.mlp.up, gated=block.mlp.gated),
             down=self._packed(block.mlp.down),
         )
         self.stack = Stack(target, [weights], 0)
@@ -125,7 +126,9 @@ class NativeEagleLayer(EagleLayer):
         """See ``EagleLayer``; rows are not padded."""
         cache.begin(inputs.width, slots)
         tokens_M = torch.from_numpy(inputs.tokens_M)
-        embeddings = self.target.embed(tokens_M, tokens_M).to(self.dtype)  # the kernels' targets rotate positions
+        positions_BN = torch.from_numpy(inputs.depths_BN + np.asarray(cache.lengths[slots])[:, None]) + 1
+        real_BN = torch.arange(inputs.width) < torch.tensor(inputs.counts_B)[:, None]
+        embeddings = self.target.embed(tokens_M, positions_BN[real_BN]).to(self.dtype)
         x_MD = self._fc(self.module.inputs(embeddings, features_MD))
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, cache.capacity, x_MD)
         self.stack.run(x_MD, step, cache, slots.start, 0, 1)

@@ -67,7 +67,8 @@ class _TrailWeights:
     def _begin(target: Decoder, adapter: StreamModule, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
         """The computation of initial stream states, if the kernels support it, and the objects it points to."""
         root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
-        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH:
+        rms = target.config.norm == "rms"
+        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH or not rms:
             return None, []
         inputs, up = root.packed["inputs"], root.packed["up"]
         assert isinstance(inputs, NativeLinear)

@@ -107,7 +107,7 @@ void trail(Runner& runner, const Shape& s, const Layer* layers, int count, const
   runner.pool.run([&](int thread) {
     start.run(thread);
     run_layers<T>(runner, s, layers, count, pass, nullptr, nullptr, 0, true, thread);
-    norm_rows(runner.pool, pass.plan, s, entry.norm, states, thread);
+    norm_rows(runner.pool, pass.plan, s, entry.norm, nullptr, states, thread);
   });
 }
 
