@@ -30,8 +30,12 @@ HERE = features.processor().features
 needs_avx512 = pytest.mark.skipif(
     native.library() is None or "avx512" not in selection.instruction_sets(), reason="this processor has no AVX-512"
 )
-FASTER = [pytest.param("avx2", marks=needs_avx512), pytest.param("amx", marks=(needs_avx512, pytest.mark.thorough))]
-SCALAR_FORM = pytest.param("scalar", marks=(test_kernels.needs_kernels, pytest.mark.thorough))
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
+FASTER = [
+    pytest.param("avx2", marks=needs_avx512),
+    pytest.param("amx", marks=(needs_avx512, needs_compiler, pytest.mark.thorough)),
+]
+SCALAR_FORM = pytest.param("scalar", marks=(test_kernels.needs_kernels, needs_compiler, pytest.mark.thorough))
 # what this processor would not take: without integer products, without pairs of bf16, or with them
 SLOWER = [
     pytest.param(
@@ -138,6 +142,7 @@ def test_streams_trail(other: str, shape: dict[str, object]) -> None:
 
 @pytest.mark.thorough  # as everything in this form, whose library takes long to compile
 @needs_avx512
+@needs_compiler
 @pytest.mark.parametrize("other", ["amx"], indirect=True)
 def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even and odd values are added up apart, which other products do not do: these are other bits."""
@@ -153,6 +158,7 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 @needs_avx512
+@needs_compiler
 @pytest.mark.parametrize(
     "flaw",
     [
