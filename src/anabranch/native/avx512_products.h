@@ -305,6 +305,7 @@ NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, cons
           sum[m][0] = dot4_add(sum[m][0], w0, a);
           sum[m][1] = dot4_add(sum[m][1], w1, a);
         }
+        finish_step(sum);
       }
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
