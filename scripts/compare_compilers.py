@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--wheel", type=Path, help="a wheel of this checkout")
     parser.add_argument("--cxx", default="g++ -march=native", help="the other compiler, as CXX")
+    parser.add_argument("--home", type=Path, metavar="DIR", help="keep what the other compiler makes in this folder")
     parser.add_argument("--kernels", default="", help="the instruction set; by default the one that is chosen")
     parser.add_argument("--formats", default=",".join((*FORMATS, *STORED, "decoding")), help="what to measure")
     parser.add_argument("--passes", type=int, default=8, help="timed passes in a turn, of which the median counts")
@@ -184,8 +185,11 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Any]:
 
     with zipfile.ZipFile(args.wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".so")])
-    (folder / "models").symlink_to(cache_home() / "models")  # the default model
-    shared = {"ANABRANCH_KERNELS": args.kernels, "ANABRANCH_HOME": str(folder)}
+    home = (args.home or folder / "home").resolve()
+    home.mkdir(parents=True, exist_ok=True)
+    if not (home / "models").exists():
+        (home / "models").symlink_to(cache_home() / "models")  # the default model
+    shared = {"ANABRANCH_KERNELS": args.kernels, "ANABRANCH_HOME": str(home)}
     sides = {
         "other": (folder / "none", {**shared, "CXX": args.cxx}),
         "wheel": (folder / "anabranch" / "native" / "libraries", shared),
@@ -206,7 +210,7 @@ def write(args: argparse.Namespace, found: list[Any]) -> None:
     record: dict[str, Any] = {"environment": environment(torch.device("cpu")), "compilers": []}
     if args.out.exists():
         record = json.loads(args.out.read_text(encoding="utf-8"))
-    command = shown_command("python", "scripts/compare_compilers.py", *sys.argv[1:])
+    command = shown_command("python", "scripts/compare_compilers.py", *sys.argv[1:], hidden=("--home",))
     about = {"command": command, "other": args.cxx, "passes": args.passes, "repeats": args.repeats}
     record["compilers"].append(about | {"cases": found})
     write_atomically(args.out, json.dumps(record, indent=1) + "\n")
