@@ -18,6 +18,7 @@ from small import logits_after
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"vision_config": {"model_type": "siglip_vision_model", **VISION, "image_size": 28}}),
+    "qwen3_5": ("qwen3_5", {"vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}}),
     "ministral3": ("mistral3", {"vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8}}),
     "mistral": ("mistral3", {"vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8}}),
 }

@@ -36,6 +36,7 @@ BASES = {family: family for family in FAMILIES} | {
     "ministral": "mistral-sliding",
     "qwen2": "qwen2-sliding",
     "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen3_5",
 }
 FACTORS = [1.0 + i / 8 for i in range(8)]
 ROPES: list[Any] = [
@@ -123,6 +124,8 @@ FOREIGN = ["attention_multiplier", "logit_scale", "clip_qkv", "embedding_multipl
 
 def values(family: str, field: str) -> list[Any]:
     """Values of a field that differ from the default, the most telling first."""
+    if field == "layer_types" and family == "qwen3_5_text":
+        return [[FULL, *["linear_attention"] * 2], [SLIDING] * 3, [FULL]]
     if field == "layer_types":
         count = CASES[BASES[family]][1].get("num_hidden_layers", 3)
         kinds = [[SLIDING, FULL] * count, [FULL] * count, [SLIDING] * count, ["attention", SLIDING] * count]

@@ -19,14 +19,15 @@ from anabranch.model.fields import FIELDS
 # attributes of a config that are no fields of its file: methods, properties and constants of its class
 NOT_FIELDS = {
     *("get_text_config", "standardize_rope_params", "validate_rope"),
-    *("number_of_conv_states",),  # of layers that no supported family has
+    *("number_of_conv_states",),  # of layers with convolutions alone
 }
 # honoured fields that the classes do not declare
 UNDECLARED = {
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "layer_types"),
     *("rotary_emb_base", "rotary_pct", "head_dim", "rope_local_base_freq", "sliding_window_pattern"),
+    *("full_attention_interval",),
 }
-MODULES = {"gemma3_text": "gemma3"}  # where the names of family and module differ
+MODULES = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}  # where the names of family and module differ
 ROTARY = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
 
 
@@ -90,6 +91,10 @@ def test_each_field_that_transformers_has_or_reads_is_classified(family: str) ->
     if family == "gemma3_text":  # whose module has the models of images too
         images = ("image_size", "image_token_id", "mm_tokens_per_image", "patch_size", "layer_norm_eps")
         modeling -= {*images, "text_config", "vision_config"}
+    if family == "qwen3_5_text":
+        images = ("image_token_id", "video_token_id", "spatial_merge_size", "text_config", "vision_config")
+        modeling -= {*images, "depth", "num_heads", "in_channels", "patch_size", "temporal_patch_size"}
+        modeling -= {"num_position_embeddings", "out_hidden_size"}
     if family == "gpt_neox":  # which has names of its own for these
         rotary -= {"rope_theta", "partial_rotary_factor"}
     assert {"hidden_size", "num_hidden_layers"} <= modeling | declared, "the reads are found"
@@ -134,7 +139,10 @@ def test_an_empty_config_is_that_of_the_class(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_refused_fields_are_named(family: str) -> None:
-    base = {"model_type": family, **CASES.get(family, CASES["mistral-sliding"])[1]}
+    base = {
+        "model_type": family,
+        **CASES.get(family, CASES["qwen3_5" if family == "qwen3_5_text" else "mistral-sliding"])[1],
+    }
     for name, (neutral, _) in FIELDS[family].refused.items():
         for value in neutral:
             assert model_config({**base, name: value}) == model_config(base)

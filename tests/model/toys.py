@@ -74,6 +74,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            **{key: value for key, value in _GROUPED.items() if key != "pad_token_id"},
+            "initializer_range": 0.1,
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
     "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 4}),
     "gpt_oss": (
         "gpt_oss",

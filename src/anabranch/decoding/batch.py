@@ -294,6 +294,8 @@ class Batch:
         If the target has rows of its own, the keys and values of completion tokens depend on these, and a prompt's do
         not.
         """
+        if self.cache.states is not None:
+            return 0  # the state is that of the whole text
         length = self.cache.lengths[slot]
         return length if self.target.rider is None else min(length, self._bare(self._members[slot]))
 

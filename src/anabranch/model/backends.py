@@ -96,7 +96,8 @@ class TorchBackend:
         x = x_BND
         for index in range(low, high):
             side = None if run.sides is None else run.sides[index]
-            x = network.blocks[index](x, run.cos, run.sin, partial(run.attend, index), side)
+            mix = run.recur if network.config.is_recurrent(index) else run.attend
+            x = network.blocks[index](x, run.cos, run.sin, partial(mix, index), side)
         return x
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
@@ -151,7 +152,8 @@ class GraphBackend(TorchBackend):
             # a pass that does not start at the first row reads a prompt
             (slots.start or inputs.prefill_B or sides is not None or (rider is not None and not rider.fixed))
             or (width is None or longest + width > cache.capacity)
-            or network.config.experts is not None  # the host reads which experts are chosen
+            # the host reads which experts are chosen, and follows the tree where states do
+            or (network.config.experts is not None or network.config.recurrent is not None)
             or (rope.varies and any(cache.unread(slots)))  # the rest of a prompt may take tables of its own
         ):
             return super().run(network, request)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from anabranch.model.config import ModelConfig
 from anabranch.model.experts import Experts
 from anabranch.model.mlp import MLP
+from anabranch.model.recurrent import DeltaNet
 from anabranch.model.rope import rotate
 
 __all__ = ["Attend", "Block", "Norm", "RowSide", "attention"]
@@ -77,14 +78,23 @@ class Block(nn.Module):
         self.config, self.rotation, self.slides = config, config.rotations(layer), config.is_sliding(layer)
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.norm_in: nn.Module = Norm(config) if config.pre_norms else nn.Identity()
-        self.qkv: nn.Module = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)
-        self.out: nn.Module = nn.Linear(q, config.hidden_size, bias=config.out_bias)
+        self.mixer: DeltaNet | None = None
+        self.qkv: nn.Module = nn.Identity()
+        self.out: nn.Module = nn.Identity()
+        if config.recurrent is not None and config.is_recurrent(layer):
+            self.mixer = DeltaNet(config, config.recurrent)
+        else:
+            self.qkv = nn.Linear(config.hidden_size, q + 2 * kv, bias=config.qkv_bias)
+            self.out = nn.Linear(q, config.hidden_size, bias=config.out_bias)
+        attends = self.mixer is None
+        gated = config.attention_gate and attends
+        self.gate: nn.Module | None = nn.Linear(config.hidden_size, q, bias=config.qkv_bias) if gated else None
         experts = config.experts_of(layer)
         self.mlp = MLP(config) if experts is None else Experts(config, experts)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         q_width, k_width = (q, kv) if config.qk_norm == "all" else (config.head_dim, config.head_dim)
-        self.q_norm = None if config.qk_norm == "none" else Norm(config, q_width)
-        self.k_norm = None if config.qk_norm == "none" else Norm(config, k_width)
+        self.q_norm = Norm(config, q_width) if config.qk_norm != "none" and attends else None
+        self.k_norm = Norm(config, k_width) if config.qk_norm != "none" and attends else None
         self.norm_mlp = Norm(config) if config.wiring != "parallel" and config.pre_norms else None
         self.norm_after_attention = Norm(config) if config.post_norms else None
         self.norm_after_mlp = Norm(config) if config.post_norms else None
@@ -92,7 +102,9 @@ class Block(nn.Module):
     def linears(self) -> tuple[tuple[nn.Module, str], ...]:
         """The linear layers as (parent module, attribute name), for replacing them."""
         parts = self.mlp.experts if isinstance(self.mlp, Experts) else (self.mlp,)
-        return (self, "qkv"), (self, "out"), *((part, name) for part in parts for name in ("up", "down"))
+        gate = () if self.gate is None else ((self, "gate"),)
+        mixes = ((self, "qkv"), (self, "out"), *gate) if self.mixer is None else self.mixer.linears()
+        return *mixes, *((part, name) for part in parts for name in ("up", "down"))
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused projections [B, R, (H+2K)E] -> q [B, R, H, E], k and v [B, R, K, E], q and k rotated."""
@@ -119,10 +131,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, side: RowSide | None = None) -> Tensor:
         """x [B, R, D] -> [B, R, D]; ``attend`` does the attention, with the cache and the mask."""
         h = self.norm_in(x)
-        qkv = self.qkv(h) if side is None else side.qkv(h, self.qkv)
-        parts = self.split(qkv, cos, sin)
-        a = attend(*parts) if self.sinks is None else attend(*parts, self.sinks)
-        o = self.out(a) if side is None else side.out(a, self.out)
+        if self.mixer is not None:
+            o = self.mixer(h, attend)
+        else:
+            qkv = self.qkv(h) if side is None else side.qkv(h, self.qkv)
+            parts = self.split(qkv, cos, sin)
+            a = attend(*parts) if self.sinks is None else attend(*parts, self.sinks)
+            if self.gate is not None:
+                a = a * torch.sigmoid(self.gate(h))
+            o = self.out(a) if side is None else side.out(a, self.out)
         if self.norm_after_attention is not None:
             o = self.norm_after_attention(o)
         if (scale := self.config.residual_scale) != 1.0:

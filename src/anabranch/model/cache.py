@@ -22,6 +22,7 @@ from torch import Tensor
 from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.model.config import ModelConfig
 from anabranch.model.graphs import Graphs
+from anabranch.model.recurrent import States
 from anabranch.native import library as native
 from anabranch.support.memory import free_memory, zeroed
 
@@ -40,7 +41,7 @@ def room_for(positions: int) -> int:
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values."""
-    return 2 * dtype.itemsize * config.num_layers * config.num_kv_heads * config.head_dim
+    return 2 * dtype.itemsize * len(config.kv_layers) * config.num_kv_heads * config.head_dim
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -73,7 +74,7 @@ class Cache:
         device: torch.device,
         kernels: native.Library | None = None,
     ) -> None:
-        shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
+        shape = (len(config.kv_layers), rows, config.num_kv_heads, capacity, config.head_dim)
         needed = rows * capacity * bytes_per_token(config, dtype)
         short = f"the cache for {rows} row(s) of {capacity:,} tokens needs {needed / 2**30:.2f} GiB on {device}, "
         advice = "use fewer rows, a shorter prompt or a smaller max_new_tokens"
@@ -86,6 +87,9 @@ class Cache:
         except (RuntimeError, OutOfMemoryError) as error:  # of PyTorch (on a GPU too), of ``zeroed``
             raise OutOfMemoryError(f"{short}more than is free; {advice}") from error
         self.config, self.rows = config, rows
+        self._at = {layer: index for index, layer in enumerate(config.kv_layers)}
+        recurrent = config.recurrent
+        self.states = None if recurrent is None else States(config, recurrent, rows, dtype, device)
         self.capacity = capacity
         self.graphs = Graphs()  # of computations that read or write these rows
         self._kernels = kernels
@@ -109,6 +113,8 @@ class Cache:
             raise InputError(f"all {self.rows} rows of the cache are in use; wait for one to finish or allocate more")
         self.lengths.append(0)
         self.prompts.append(prompt)
+        if self.states is not None:
+            self.states.clear(self.count - 1)
         return self.count - 1
 
     def remove_row(self, slot: int) -> int:
@@ -118,6 +124,8 @@ class Cache:
             n = self.lengths[last]
             self.keys[:, slot, :, :n] = self.keys[:, last, :, :n]
             self.values[:, slot, :, :n] = self.values[:, last, :, :n]
+            if self.states is not None:
+                self.states.copy(last, slot)
             self.lengths[slot], self.prompts[slot] = self.lengths[last], self.prompts[last]
         self.lengths.pop()
         self.prompts.pop()
@@ -134,6 +142,9 @@ class Cache:
         The caller sets the length of ``slot`` when it starts to use it.
         """
         if source != slot:
+            if self.states is not None:
+                assert length == self.lengths[source], "a recurrent state is that of the whole text"
+                self.states.copy(source, slot)
             self.keys[:, slot, :, :length] = self.keys[:, source, :, :length]
             self.values[:, slot, :, :length] = self.values[:, source, :, :length]
 
@@ -145,7 +156,7 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Copies of the first ``length`` tokens' keys and values in a slot [layers, K, length, E]."""
@@ -166,6 +177,8 @@ class Cache:
         assert self.count <= rows
         made.keys[:, :slots, :, :span] = self.keys[:, :slots, :, :span]
         made.values[:, :slots, :, :span] = self.values[:, :slots, :, :span]
+        if self.states is not None and made.states is not None:
+            made.states.take(self.states, slots)
         made.lengths, made.prompts = list(self.lengths), list(self.prompts)
         return made
 
@@ -186,6 +199,8 @@ class Cache:
         self._slots = slots
         self._width = width
         self._selections = []
+        if self.states is not None:
+            self.states.begin()
         self._places: tuple[Tensor, Tensor] | None = None
 
     def place(self, index_BN: Tensor) -> None:
@@ -195,7 +210,7 @@ class Cache:
 
     def append(self, layer: int, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
         """Write this step's keys and values of one layer after each row's committed tokens."""
-        n = k_BNKE.shape[1]
+        n, layer = k_BNKE.shape[1], self._at[layer]
         slots = self._slots
         if slots.stop - slots.start == 1 and self._places is None:
             start = self.lengths[slots.start]
@@ -213,6 +228,7 @@ class Cache:
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
         """The first ``span`` keys and values [B, K, span, E] of the rows of this step."""
+        layer = self._at[layer]
         return self.keys[layer, self._slots, :, :span], self.values[layer, self._slots, :, :span]
 
     def select(self, layer: int, kept_Bn: Tensor) -> None:
@@ -226,6 +242,8 @@ class Cache:
         Nodes that were pruned at a layer are dropped from the layers below it here, lazily (ACL G.1). With ``moved``
         the pass has moved keys and values already (``PassResult.verdicts``).
         """
+        if self.states is not None:
+            self.states.commit(self._slots.start, paths)
         if not self._selections and all(len(path) == 1 and path[0] == 0 for path in paths):
             for slot in range(self._slots.start, self._slots.start + len(paths)):  # roots lie where they belong
                 self.lengths[slot] += 1
@@ -261,6 +279,9 @@ class Cache:
     def rewind(self, slot: int, length: int) -> None:
         """Drop all tokens of a row after the first ``length``."""
         assert 0 <= length <= self.lengths[slot]
+        if self.states is not None and length != self.lengths[slot]:
+            assert length == 0, "a recurrent state is that of the whole text"
+            self.states.clear(slot)
         self.lengths[slot] = length
 
 

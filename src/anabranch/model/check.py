@@ -60,6 +60,10 @@ _NUMBERS: dict[str, _Range] = {
     "num_local_experts": _Range(0, 1 << 16),
     **dict.fromkeys(("num_experts", "num_experts_per_tok"), _Range(1, 1 << 16)),
     "moe_intermediate_size": _Range(1, 1 << 24),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _Range(1, 1 << 14)),
+    "linear_conv_kernel_dim": _Range(2, 64),
+    "full_attention_interval": _Range(1, 1 << 12),
     "decoder_sparse_step": _Range(1, 1 << 12),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), _Range(1e-6, 1e6, whole=False)),
     "query_pre_attn_scalar": _Range(1e-6, 1e6, whole=False),
@@ -142,15 +146,13 @@ def check_rope_fields(record: Mapping[str, Any], key: str) -> None:
             raise _wrong(where, value, "true or false")
 
 
-def layer_kinds(kinds: list[Any] | None, layers: int) -> list[str] | None:
+def layer_kinds(kinds: list[Any] | None, layers: int, known: Collection[str] = _LAYER_KINDS) -> list[str] | None:
     """The ``layer_types`` of a config by transformers' current names; None if it has none. Raises ModelError."""
     if kinds is None:
         return None
     present = ["full_attention" if kind == "attention" else kind for kind in kinds]
-    if unknown := [kind for kind in present if kind not in _LAYER_KINDS]:
-        raise ModelError(
-            f"layer_types in the model's config has {shown(unknown[0])}; supported are {', '.join(_LAYER_KINDS)}"
-        )
+    if unknown := [kind for kind in present if kind not in known]:
+        raise ModelError(f"layer_types in the model's config has {shown(unknown[0])}; supported are {', '.join(known)}")
     if len(present) != layers:
         raise ModelError(f"layer_types in the model's config must name {layers} layers, got {len(present)}; {ADVICE}")
     return present
@@ -185,3 +187,9 @@ def check_config(config: ModelConfig) -> None:
     experts = config.experts
     if experts is not None and experts.chosen > experts.count:
         raise ModelError(f"num_experts_per_tok is {experts.chosen}, but there are {experts.count} experts; {ADVICE}")
+    delta = config.recurrent
+    if delta is not None and delta.heads % delta.key_heads:
+        raise ModelError(
+            f"linear_num_value_heads {delta.heads} in the model's config is not a multiple of linear_num_key_heads "
+            f"{delta.key_heads}; {ADVICE}"
+        )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["NEEDS", "ExpertsConfig", "ModelConfig", "RopeConfig", "Rotation", "needed"]
+__all__ = ["NEEDS", "DeltaConfig", "ExpertsConfig", "ModelConfig", "RopeConfig", "Rotation", "needed"]
 
 NEEDS = "anabranch_needs"
 
@@ -75,6 +75,30 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Layers with a recurrent state in place of attention: gated DeltaNet (``recurrent.py``).
+
+    layers      True for the layers that have it
+    key_heads   heads of queries and keys; each serves heads / key_heads value heads
+    heads       value heads
+    key_dim, value_dim  channels of a head
+    width       tokens that the convolution sees
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a decoder-only target. Sizes are in channels, heads or tokens.
 
@@ -123,7 +147,10 @@ class ModelConfig:
     sliding_layers: tuple[bool, ...] | None = None
     # a learned score per head that takes part in the softmax (gpt-oss)
     attention_sinks: bool = False
+    # the output of attention is multiplied by a sigmoid of the layer's input
+    attention_gate: bool = False
     experts: ExpertsConfig | None = None
+    recurrent: DeltaConfig | None = None
     # scales of the embedding, of what a block adds to the rows, and of the rows after the last norm
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -160,4 +187,13 @@ class ModelConfig:
 
     def dense(self) -> ModelConfig:
         """The config of a layer of a drafter's own: like the target's, but with an MLP and plain attention."""
-        return replace(self, experts=None, attention_sinks=False)
+        return replace(self, experts=None, recurrent=None, attention_sinks=False, attention_gate=False)
+
+    def is_recurrent(self, layer: int) -> bool:
+        """True if a layer has a recurrent state instead of keys and values."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers that have keys and values."""
+        return [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from anabranch.errors import ModelError
 from anabranch.model.check import check_config, check_fields, check_rope_fields, check_share, layer_kinds, token_ids
-from anabranch.model.config import ExpertsConfig, ModelConfig, RopeConfig
+from anabranch.model.config import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
 from anabranch.model.fields import FIELDS, family_of, read_fields, text_part
 from anabranch.model.rope import ROPE_VARIANTS, check_rope, context_length
 from anabranch.support.jsonfiles import is_whole, shown
@@ -549,6 +549,28 @@ def _gpt_oss(f: Fields) -> ModelConfig:
     )
 
 
+_RECURS = "linear_attention"
+
+
+def _qwen3_5(f: Fields) -> ModelConfig:
+    count, every = f["num_hidden_layers"], f["full_attention_interval"]
+    kinds = layer_kinds(f["layer_types"], count, ("full_attention", _RECURS))
+    recurrent = tuple((layer + 1) % every > 0 if kinds is None else kinds[layer] == _RECURS for layer in range(count))
+    delta = DeltaConfig(
+        recurrent,
+        *(f["linear_num_key_heads"], f["linear_num_value_heads"]),
+        *(f["linear_key_head_dim"], f["linear_value_head_dim"], f["linear_conv_kernel_dim"]),
+    )
+    return ModelConfig(
+        **_rms(f),
+        **_biases(f["attention_bias"]),
+        norm_plus_one=True,
+        qk_norm="head",
+        attention_gate=True,
+        recurrent=delta if any(recurrent) else None,
+    )
+
+
 def _gpt_neox(f: Fields) -> ModelConfig:
     width = _head_dim(f["hidden_size"], f["num_attention_heads"])
     if f["head_dim"] not in (None, width):
@@ -624,12 +646,25 @@ _GPT_OSS = _experts(
     {**_LLAMA, "sinks": ("self_attn.sinks",)}, "mlp.router", f"{_EACH}gate_proj {_EACH}up_proj", f"{_EACH}down_proj"
 )
 
+_DELTA = {
+    "qkv": "in_proj_qkv", "gate": "in_proj_z", "rates": "in_proj_b in_proj_a", "out": "out_proj",
+    "conv": "conv1d.weight", "bias_dt": "dt_bias", "log_a": "A_log", "scale": "norm.weight",
+}  # fmt: skip
+# the rows of q_proj are those of queries and of the gate by turns, which ``fused.py`` separates
+_QWEN3_5 = {
+    **_QWEN3,
+    "qkv": ("self_attn.q_proj.queries", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate": ("self_attn.q_proj.gate",),
+    **{f"mixer.{part}": tuple(f"linear_attn.{name}" for name in names.split()) for part, names in _DELTA.items()},
+}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _LLAMA),
     "mistral": Family(_mistral, _LLAMA, _TEXT_PREFIXES, heads=_TEXT_HEADS),
     "ministral": Family(_ministral, _LLAMA),
     "qwen2": Family(_qwen2, _LLAMA),
     "qwen3": Family(_qwen3, _QWEN3),
+    "qwen3_5_text": Family(_qwen3_5, _QWEN3_5, _TEXT_PREFIXES, heads=_TEXT_HEADS),
     "qwen3_moe": Family(_qwen3_moe, _QWEN3_MOE),
     "mixtral": Family(_mixtral, _MIXTRAL),
     "gpt_oss": Family(_gpt_oss, _GPT_OSS),
@@ -653,7 +688,7 @@ FAMILIES: dict[str, Family] = {
         *(_gpt_neox, _NEOX, ("gpt_neox.", "")),
         embedding="embed_in",
         norm="final_layer_norm",
-        heads=("lm_head", "embed_out"),
+        heads=("embed_out", "lm_head"),
         layouts={"qkv": "by_head"},
     ),
 }
@@ -673,11 +708,11 @@ UNSUPPORTED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("qwen3_next", "qwen3next", "qwen3_5_text", "qwen35", "qwen3_5_moe_text", "qwen35moe", "lfm2", "lfm2_moe"),
+            *("qwen3_next", "qwen3next", "qwen35", "qwen3_5_moe_text", "qwen35moe", "lfm2", "lfm2_moe"),
             *("lfm2moe", "granitehybrid", "mamba", "mamba2", "jamba", "bamba", "falcon_h1", "falcon-h1", "nemotron_h"),
             *("recurrent_gemma", "rwkv6", "rwkv7", "zamba2", "olmo_hybrid"),
         ),
         _RECURRENT,
     ),
-    **dict.fromkeys(("llama4", "qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3n"), _IMAGES),
+    **dict.fromkeys(("llama4", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3n"), _IMAGES),
 }

@@ -51,7 +51,7 @@ def family_of(hf: Mapping[str, Any]) -> str:
 
 
 # Models of images and text: the family of their text part if the file does not name it.
-_WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,6 +199,14 @@ FIELDS: dict[str, Fields] = {
         *_QWEN,
         {"head_dim": 128, "attention_bias": False},
         nullable="num_key_value_heads sliding_window",
+    ),
+    "qwen3_5_text": _table(
+        _sizes(248_320, 4096, 32, 16, 32_768, ends=(None, None)),
+        _gated(12_288, kv_heads=4, head_dim=256),
+        _rope(rotated=0.25),
+        {"attention_bias": False, "full_attention_interval": 4, "linear_conv_kernel_dim": 4},
+        {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        {"linear_num_key_heads": 16, "linear_num_value_heads": 32},
     ),
     "qwen3_moe": _table(
         _sizes(151_936, 2048, 24, 32, 32_768, ends=(None, None)),

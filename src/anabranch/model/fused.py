@@ -1,10 +1,11 @@
-"""Checkpoints that store the experts of a layer in one tensor, read as if each expert had tensors of its own.
+"""Checkpoints that store in one tensor what has parameters of its own here: experts of a layer, queries and gates.
 
     mlp.experts.gate_up_proj  [E, 2 I, D]   gate, then up, of transformers' modules
                               [E, D, 2 I]   gate and up alternate: gpt-oss
     mlp.experts.down_proj     [E, D, I], of gpt-oss [E, I, D]
+    self_attn.q_proj          [2 H, D]      queries and gates by turns, head by head: Qwen3.5
 
-An expert's weights are views of the stored tensor. E experts, I channels inside an expert, D model width.
+The parts are views of the stored tensor. E experts, I channels inside an expert, D model width.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.families import FAMILIES
 from anabranch.model.stored import LazyTensors
 
-__all__ = ["split_experts"]
+__all__ = ["split_fused"]
 
+_GATED = re.compile(r"(.*\.self_attn\.q_proj)\.(weight|bias)")
 _FUSED = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
-def split_experts(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors under the names that ``weight_source`` gives; the same object if no experts are stored together."""
+def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors under the names that ``weight_source`` gives; the same object if nothing has to be separated."""
     experts = config.experts
+    if config.attention_gate:
+        return _split_gates(config, tensors)
     if experts is None or not any(_FUSED.fullmatch(name) for name in tensors):
         return tensors
     block = FAMILIES[config.family].block
@@ -47,6 +51,28 @@ def split_experts(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping
                 load = partial(_part, tensors, name, expert, part, len(ours), alternate, experts.count)
                 loaders[f"{prefix}{module.format(expert)}.{kind}"] = load
     return LazyTensors(loaders)
+
+
+def _split_gates(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Queries and gates, whose rows alternate head by head in ``q_proj``."""
+    loaders: dict[str, Callable[[], Tensor]] = {}
+    for name in tensors:
+        if (match := _GATED.fullmatch(name)) is None:
+            loaders[name] = partial(tensors.__getitem__, name)
+            continue
+        for part, what in enumerate(("queries", "gate")):
+            loaders[f"{match[1]}.{what}.{match[2]}"] = partial(_by_turns, tensors, name, part, config)
+    return LazyTensors(loaders)
+
+
+def _by_turns(tensors: Mapping[str, Tensor], name: str, part: int, config: ModelConfig) -> Tensor:
+    whole, rows = tensors[name], 2 * config.num_heads * config.head_dim
+    if len(whole) != rows:
+        raise ModelError(
+            f"{name} has the shape {tuple(whole.shape)}, but the config requires {rows} rows; config.json and weights "
+            "do not belong together"
+        )
+    return whole.view(config.num_heads, 2, config.head_dim, *whole.shape[1:])[:, part].flatten(0, 1)
 
 
 def _part(

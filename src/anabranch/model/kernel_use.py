@@ -113,6 +113,8 @@ def _lacking_type(target: Decoder) -> Shortfall | None:
 def _lacking_layers(c: ModelConfig) -> Shortfall | None:
     """The reason why the kernels cannot run layers of this config, experts excepted."""
     other = "use a model of another family for the faster kernels"
+    if c.recurrent is not None:
+        return Shortfall(f"PyTorch runs the layers of {c.family} models: some have a recurrent state", other)
     if c.attention_sinks:
         return Shortfall(f"PyTorch runs the layers of {c.family} models: their attention has sinks", other)
     # no supported family combines these
@@ -144,7 +146,9 @@ def native_for(target: Decoder) -> bool:
 
 
 def products_for(target: Decoder) -> bool:
-    """True if the kernels multiply by the weights of a target whose layers they cannot run; asked for experts only."""
-    return target.config.experts is not None and not (
-        target.device.type != "cpu" or _lacking_type(target) or _lacking_library()
+    """True if the kernels multiply by the weights of a target whose layers they cannot run; not of dense ones."""
+    if target.config == target.config.dense() or target.device.type != "cpu":
+        return False
+    return not (_lacking_type(target) or _lacking_library()) and all(
+        linear.in_features % native.BLOCK == 0 for linear in target.modules() if isinstance(linear, QuantizedLinear)
     )

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.model.blocks import RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.families import Layout, module_rows, weight_source
@@ -119,7 +119,12 @@ def widths(config: ModelConfig, part: str) -> tuple[int, int]:
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
-    """The linear modules of all blocks by name, in the order of the layers; without those of experts."""
+    """The linear modules of all blocks by name, in the order of the layers; without those of experts.
+
+    Raises CapabilityError for hybrids.
+    """
+    if config.recurrent is not None:
+        raise CapabilityError(f"{config.family} models take no LoRA; use a model without recurrent layers")
     located: dict[str, Place] = {}
     for layer in range(config.num_layers):
         dense = config.experts_of(layer) is None

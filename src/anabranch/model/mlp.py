@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from anabranch.model.config import ModelConfig
 
-__all__ = ["MLP"]
+__all__ = ["ACTIVATIONS", "MLP"]
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -33,7 +33,7 @@ class MLP(nn.Module):
         self.gated = config.gated_mlp
         self.up = nn.Linear(config.hidden_size, inner * (2 if self.gated else 1), bias=config.mlp_bias)
         self.down = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, R, D] -> [B, R, D]."""

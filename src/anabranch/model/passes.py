@@ -22,6 +22,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.device.layers import attend, trusted
 from anabranch.model.inputs import Inputs, starts_of
+from anabranch.model.recurrent import Ancestry, DeltaNet
 from anabranch.model.rope import Rope
 from anabranch.verify import Verdict
 
@@ -86,6 +87,7 @@ class Pass:
         self.span = int(max(self.cache.lengths[self.slots])) + self.width if self.fixed is None else self.fixed
         self._visible: Tensor | None = None
         self._parents: Tensor | None = None
+        self._order: Ancestry | None = None
         self._bias: dict[bool, Tensor | None] = {}
 
     def rotations(self, positions_BR: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,6 +103,14 @@ class Pass:
             above = self.tree_BNN & (nodes[None, :] < nodes[:, None])
             self._parents = torch.where(above, nodes, -1).max(-1).values
         return self._parents
+
+    @property
+    def order(self) -> Ancestry:
+        """The nodes by depth, for layers with a recurrent state."""
+        if self._order is None:
+            assert self.config.recurrent is not None
+            self._order = Ancestry(self.parents_BN.cpu().numpy(), self.config.recurrent.width)
+        return self._order
 
     @property
     def visible_BNL(self) -> Tensor:
@@ -146,6 +156,7 @@ class Pass:
 
     def select(self, layer: int, kept_Bn: Tensor) -> None:
         """Keep only the nodes ``kept_Bn`` from ``layer`` on."""
+        assert self.config.recurrent is None, "states are kept of all nodes"
         self.cache.select(layer, kept_Bn)
         n = kept_Bn.shape[1]
         self.tokens_BN = self.tokens_BN.gather(1, kept_Bn)
@@ -161,6 +172,11 @@ class Pass:
         if self.fixed is not None and sinks_H is None and trusted(keys.device):
             return attend(self.config, layer, q, keys, values, self.lengths_B, self.tree_BNN, self.positions_BN)
         return attention(self.config, q, keys, values, self.bias(layer), sinks_H)
+
+    def recur(self, layer: int, mixer: DeltaNet, inputs_BNC: Tensor, rates: tuple[Tensor, Tensor]) -> Tensor:
+        """The outputs [B, N, H, Ev] of a layer with a recurrent state (``recurrent.States.advance``)."""
+        assert self.cache.states is not None
+        return self.cache.states.advance(layer, self.slots, self.order, mixer, inputs_BNC, rates)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, model_config, module_rows, weight_source
-from anabranch.model.fused import split_experts
+from anabranch.model.fused import split_fused
 from anabranch.model.stored import SafetensorsDir, dtype_name, is_finite, load_safetensors_dir, some_names
 from anabranch.support.jsonfiles import read_json
 from anabranch.support.memory import free_memory
@@ -77,6 +77,7 @@ def fill_decoder(
     ``tied_head`` of the decoder's config follows from the tensors. The fingerprint is taken before the cast to
     ``dtype``, so that it identifies the stored weights. Unused tensors are named in a ModelWarning.
     """
+    tensors = split_fused(config, tensors)
     decoder = described_decoder(config, tensors, dtype=dtype)
     config, parameters = decoder.config, sorted(decoder.named_parameters())
     # check the shapes first: a damaged config may ask for any amount of memory
@@ -99,7 +100,6 @@ def described_decoder(config: ModelConfig, tensors: Mapping[str, Tensor], *, dty
     Raises ModelError if they do not belong together, and warns of unused tensors (ModelWarning).
     """
     _check_layers(config, tensors)
-    tensors = split_experts(config, tensors)
     config = _with_head(config, tensors)
     decoder = build_decoder(config, dtype=dtype)
     _check_names(config, tensors, sorted(name for name, _ in decoder.named_parameters()))
@@ -280,7 +280,7 @@ def fingerprint(weights: Decoder | Path) -> str:
             identity.add(name, parameter.detach())
         return identity.fingerprint
     config = model_config(read_json(weights / "config.json", "a model folder needs it"))
-    tensors = split_experts(config, load_safetensors_dir(weights))
+    tensors = split_fused(config, load_safetensors_dir(weights))
     config = _with_head(config, tensors)
     identity = Identity(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):

@@ -111,6 +111,11 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
         inner: Drafter | None = None,
     ) -> None:
         settings = settings or DraftModelSettings()
+        if model.config.recurrent is not None:
+            raise CapabilityError(
+                f"a {model.config.family} model cannot be a draft model: its recurrent state cannot go back to where "
+                "the target left its draft; use a draft model without recurrent layers"
+            )
         super().__init__(target, DraftReader(model), settings, settings.deepest)
         if self.depth >= model.config.max_positions:
             raise CapabilityError(
