@@ -34,6 +34,9 @@ _ENDS = {
 }
 _CONTROL_ENDS = {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
 
+# Architectures whose SentencePiece vocabularies transformers (5.24) reads; today's Mistral and Granite have none.
+_WITH_PIECES = {"llama", "phi3", "gemma2", "gemma3"}
+
 # The keys below tokenizer.ggml: supported; without effect on decoding; and refused unless they are off.
 _READ = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", *_END_KEYS),
@@ -54,12 +57,29 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# GPT-4o's words end where lower case is followed by upper case; Mistral's Tekken has neither contractions nor groups of
+# digits.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_SPLIT = "|".join((*(word + _CONTRACTION for word in _WORDS), r"\p{N}{1,3}", _OTHERS))
+_TEKKEN_SPLIT = "|".join((*_WORDS, r"\p{N}", _OTHERS))
 
 # Values of tokenizer.ggml.pre, grouped by pre-tokenisation.
 _GPT2_NAMES = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
 _DIGITS_NAMES = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
 _LLAMA3_NAMES = {"llama3", "llama-v3", "llama-bpe", "falcon3"}
 _QWEN2_NAMES = {"qwen2", "deepseek-r1-qwen"}
+_SPLITS: dict[str, str] = {
+    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3_SPLIT),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3_SPLIT),  # Phi-4, OLMo 2 and Granite 4: merges alone make words
+    **dict.fromkeys(_QWEN2_NAMES, _QWEN2_SPLIT),
+    "gpt-4o": _GPT4O_SPLIT,  # Phi-4-mini
+    "tekken": _TEKKEN_SPLIT,  # Ministral 3
+}
+# Vocabularies with words that merges do not produce: whole words are looked up before merging.
+_WHOLE_WORDS = {*_LLAMA3_NAMES, "tekken"}
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
@@ -85,6 +105,11 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         if kind == "gpt2":
             tokenizer = _byte_level(path, metadata)
         elif kind == "llama":
+            if (architecture := metadata["general.architecture"]) not in _WITH_PIECES:
+                raise ModelError(
+                    f"{path} has a SentencePiece tokenizer, which cannot be read for the architecture "
+                    f"{shown(architecture)}; load the model's safetensors folder instead"
+                )
             from transformers import AutoTokenizer  # imports the names of all models
 
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
@@ -145,8 +170,7 @@ def _byte_level(path: Path, metadata: Mapping[str, Any]) -> Any:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata["general.architecture"] == "gpt2" else None)
-    # Llama 3 looks up whole words before merging; its vocabulary has words that merges do not produce.
-    whole_words = pre in _LLAMA3_NAMES
+    whole_words = pre in _WHOLE_WORDS
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
     backend.pre_tokenizer = _split(pre)
@@ -210,13 +234,12 @@ def _split(pre: str | None) -> Any:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
-    if pre in _LLAMA3_NAMES or pre in _QWEN2_NAMES:
-        pattern = _LLAMA3_SPLIT if pre in _LLAMA3_NAMES else _QWEN2_SPLIT
+    if pre in _SPLITS:
         return pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+                pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    known = ", ".join(sorted(_GPT2_NAMES | _DIGITS_NAMES | _LLAMA3_NAMES | _QWEN2_NAMES))
+    known = ", ".join(sorted(_GPT2_NAMES | _DIGITS_NAMES | set(_SPLITS)))
     raise ModelError(f"the GGUF file uses the pre-tokenizer {pre!r}; supported are {known}")
