@@ -1,21 +1,24 @@
 """Train streams for a Qwen2 GGUF on a GPU that is lent for minutes: completions of prepared prompts, then the adapter.
 
 Two hundred thousand tokens take half a minute, since transformers decodes a thousand prompts at a time; the scheduler
-of this package is bound by Python at that width (2,354 tokens a second with 256 rows on an H200). Then training takes
-the seconds that are left.
+of this package decoded 2,354 tokens a second with 256 rows on an H200. Then training takes the seconds that are left.
 
     python research/build_prompts.py --data DIR --out asked.jsonl
     python research/build_code_prompts.py --count 3600 --out code.jsonl
     python research/train_on_gpu.py prepare MODEL.gguf asked.jsonl code.jsonl --out prompts.jsonl
+    python research/train_on_gpu.py split MODEL.gguf --megabytes 60 --out PARTS
     python research/train_on_gpu.py train MODEL.gguf prompts.jsonl --seconds 190 --out ADAPTER
 
-``prepare`` renders prompts as token ids on any machine, so that a lent one needs neither templates nor data. The second
-of these writes ADAPTER.answers.jsonl, with which ``anabranch train streams --answers`` goes on anywhere.
+``prepare`` renders prompts as token ids on any machine, so that a lent one needs neither templates nor data. ``split``
+cuts a model into files that a narrow transfer takes; ``train`` puts MODEL.gguf together where it is missing and
+``--parts`` has them. It writes ADAPTER.answers.jsonl, with which ``anabranch train streams --answers`` goes on
+anywhere. docs/gpu.md says what the sizes need.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import statistics
@@ -38,8 +41,19 @@ BATCH = 1024  # prompts decoded at a time
 NEW = 320  # tokens of a completion, at most
 PROBE = 8  # steps that are timed to fit the epochs into the seconds that are left
 RESERVE = 30.0  # seconds for the last evaluation and for writing
-SHAPE = {"stream_layers": 8, "adapter_rank": 16, "attention_rank": 32, "mlp_rank": 24}
-STEPS = {"segment": 2048, "batch_tokens": 8192, "lr": 2e-3, "held_out": 24, "evaluate_every": 10**6}
+# by the width of the target: at most 16 MB in bf16
+SHAPES: dict[int, dict[str, int]] = {
+    896: {"stream_layers": 8, "adapter_rank": 16, "attention_rank": 32, "mlp_rank": 24},
+    1536: {
+        "stream_layers": 8,
+        "adapter_rank": 16,
+        "attention_rank": 24,
+        "mlp_rank": 12,
+        "conditioning_rank": 320,
+        "root_width": 320,
+    },
+}
+STEPS = {"segment": 2048, "lr": 2e-3, "held_out": 24, "evaluate_every": 10**6}
 LICENCES = {
     "code tasks": "CC0-1.0",
     "oasst1_en": "Apache-2.0",
@@ -68,6 +82,33 @@ def prepare(args: argparse.Namespace) -> None:
             kept.append(json.dumps({"id": number, "source": source, "prompt_ids": ids}))
     args.out.write_text("\n".join(kept) + "\n", encoding="utf-8")
     print(f"{counts} -> {args.out}")
+
+
+def split(args: argparse.Namespace) -> None:
+    """Cut a file into numbered parts, with the SHA-256 of the whole beside them."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    whole, count = hashlib.sha256(), 0
+    with args.model.open("rb") as file:
+        while part := file.read(args.megabytes * 10**6):
+            (args.out / f"{args.model.name}.part{count:03}").write_bytes(part)
+            whole.update(part)
+            count += 1
+    (args.out / f"{args.model.name}.sha256").write_text(whole.hexdigest() + "\n", encoding="ascii")
+    print(f"{count} parts -> {args.out}")
+
+
+def join(model: Path, parts: Path) -> None:
+    """Put a file together from its parts. Raises ValueError if it is not what was cut."""
+    whole, unfinished = hashlib.sha256(), model.with_name(model.name + ".joining")
+    with unfinished.open("wb") as file:
+        for part in sorted(parts.glob(f"{model.name}.part*")):
+            content = part.read_bytes()
+            whole.update(content)
+            file.write(content)
+    if whole.hexdigest() != (parts / f"{model.name}.sha256").read_text(encoding="ascii").strip():
+        unfinished.unlink()
+        raise ValueError(f"the parts of {model.name} in {parts} are not the whole file; copy them again")
+    unfinished.rename(model)
 
 
 def in_transformers(decoder: Decoder) -> Any:
@@ -116,10 +157,10 @@ def in_transformers(decoder: Decoder) -> Any:
 
 
 @torch.inference_mode()
-def complete(decoder: Decoder, prompts: Path, out: Path, until: float) -> None:
+def complete(decoder: Decoder, prompts: Path, out: Path, until: float, batch: int) -> None:
     """Greedy completions, a batch at a time, the last one begun before ``until``."""
     rows = sorted(read_rows(prompts), key=lambda row: len(row["prompt_ids"]))
-    groups = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+    groups = [rows[start : start + batch] for start in range(0, len(rows), batch)]
     random.Random(1).shuffle(groups)
     model, ends = in_transformers(decoder), list(decoder.config.eos_token_ids)
     with out.open("w", encoding="utf-8") as file:
@@ -151,9 +192,13 @@ class _TimedError(Exception):
 def train(args: argparse.Namespace) -> None:
     """Complete prompts for ``--share`` of the time, and train in the rest."""
     began = time.monotonic()
+    if not args.model.exists() and args.parts is not None:
+        join(args.model, args.parts)
     target, answers = load_target(args.model, device=args.device), args.out.with_suffix(".answers.jsonl")
     print(f"{time.monotonic() - began:.0f} s: loaded", flush=True)
-    complete(target.decoder, args.prompts, answers, began + args.share * args.seconds)
+    complete(target.decoder, args.prompts, answers, began + args.share * args.seconds, args.batch)
+    shape = SHAPES.get(target.decoder.config.hidden_size, SHAPES[896])
+    steps = {**STEPS, "batch_tokens": args.batch_tokens, "recompute": args.recompute}
     method = trainable("streams")
     assert method.trained is not None
     marks: list[float] = []
@@ -169,7 +214,7 @@ def train(args: argparse.Namespace) -> None:
 
     epochs = 1.0
     for report, folder in ((timed, args.out.with_suffix(".probe")), (told, args.out)):
-        recipe = method.trained.recipe("default-adapter", {**SHAPE, **STEPS, "epochs": epochs})
+        recipe = method.trained.recipe("default-adapter", {**shape, **steps, "epochs": epochs})
         examples = read_data(target, recipe, answers=answers)
         try:
             record = train_adapter(
@@ -193,11 +238,20 @@ def main() -> None:
     preparing.add_argument("prompts", type=Path, nargs="+")
     preparing.add_argument("--out", type=Path, required=True)
     preparing.set_defaults(run=prepare)
+    splitting = verbs.add_parser("split")
+    splitting.add_argument("model", type=Path)
+    splitting.add_argument("--megabytes", type=int, default=60, help="of a part, at most")
+    splitting.add_argument("--out", type=Path, required=True)
+    splitting.set_defaults(run=split)
     training = verbs.add_parser("train")
     training.add_argument("model", type=Path)
     training.add_argument("prompts", type=Path)
     training.add_argument("--seconds", type=float, default=600.0, help="for everything")
     training.add_argument("--share", type=float, default=0.45, help="of the seconds in which completions are begun")
+    training.add_argument("--parts", type=Path, help="the folder of the model's parts, where the model is missing")
+    training.add_argument("--batch", type=int, default=BATCH, help="prompts that are decoded at a time")
+    training.add_argument("--batch-tokens", type=int, default=8192, help="of a step; less for less memory")
+    training.add_argument("--recompute", action="store_true", help="compute layers again for their gradients")
     training.add_argument("--device", default="cuda")
     training.add_argument("--out", type=Path, required=True)
     training.set_defaults(run=train)

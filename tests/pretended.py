@@ -170,12 +170,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     there = [x for x in tensors if isinstance(x, There)]
-    asked = kwargs.get("device")
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    asked = named.get("device")
     if not there and (asked is None or torch.device(asked).type != "cuda"):
         if _tape is not None and func.overloadpacket in READS:
             raise RuntimeError(f"{func} is not permitted when stream is capturing")
         return func(*args, **kwargs)
     packet = func.overloadpacket
+    if packet is aten._has_compatible_shallow_copy_type:
+        return isinstance(args[0], There) == isinstance(args[1], There)
     if packet in (aten.to, aten.cpu, aten._to_copy):
         return _moved(func, args, kwargs)
     host = [x for x in tensors if not isinstance(x, There) and x.dim()]
@@ -190,7 +193,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if there and any(all(x is not y for y in indices) for x in host):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu")
     held_args, held_kwargs = tree_map(lambda x: x.held if isinstance(x, There) else x, (args, kwargs))
-    if asked is not None:
+    if kwargs.get("device") is not None:
         held_kwargs["device"] = torch.device("cpu")
     known = {id(x.held): x for x in there}
     # views of what is no inference tensor are none either

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from anabranch.certify.statistics import goodness_of_fit
+from anabranch.certify.statistics import EXPECTED, ChiSquare
 from anabranch.model.decoder import Decoder
 from small import logits_after
 
@@ -38,6 +39,28 @@ def assert_pairs_from(pairs: Iterable[Sequence[int]], probs_VV: Tensor) -> None:
     for one, two in pairs:
         seen[one, two] += 1
     assert_counts_from(seen.flatten().tolist(), probs_VV.flatten().tolist())
+
+
+def goodness_of_fit(counts: Sequence[float], probabilities: Sequence[float]) -> ChiSquare:
+    """Test whether a sample is from a known distribution; cells of an expected count below 5 are pooled.
+
+    counts [C], probabilities [C]: how often each outcome occurred, and how probable it is. An outcome of probability 0
+    that occurred gives an infinite statistic.
+    """
+    size = sum(counts)
+    known = list(zip(counts, probabilities, strict=True))
+    kept = [(count, size * p) for count, p in known if size * p >= EXPECTED]
+    rare = [(count, size * p) for count, p in known if size * p < EXPECTED]
+    if any(count and not expected for count, expected in rare):
+        return ChiSquare(math.inf, max(1, len(kept)), 0.0)
+    seen, expected = sum(count for count, _ in rare), sum(expected for _, expected in rare)
+    if expected >= EXPECTED or not kept:
+        kept.append((seen, expected))
+    else:
+        smallest = min(range(len(kept)), key=lambda i: kept[i][1])
+        kept[smallest] = (kept[smallest][0] + seen, kept[smallest][1] + expected)
+    statistic = sum((count - wanted) ** 2 / wanted for count, wanted in kept)
+    return ChiSquare.of(float(statistic), len(kept) - 1)
 
 
 def assert_counts_from(counts: Sequence[float], probs: Sequence[float]) -> None:

@@ -234,6 +234,7 @@ def test_names_carry_options() -> None:
         ("transformers-lookup:tokens=3,tokens=4", "twice"),
         ("openvino:format=int3", "must be fp16, int8 or int4"),
         ("vllm:compile=maybe", "must be yes or no"),
+        ("llama.cpp-ngram:kind=best", "map_k4v or cache"),
     ],
 )
 def test_names_that_mean_nothing(name: str, message: str) -> None:
@@ -245,6 +246,8 @@ def test_names_that_mean_nothing(name: str, message: str) -> None:
     ("name", "message"),
     [
         ("transformers-assisted", "assistant=FOLDER"),
+        ("llama.cpp-draft", r"llama\.cpp-draft:draft=FILE"),
+        ("llama.cpp-draft:draft=nowhere.gguf", "got nowhere"),
         ("transformers-assisted:assistant=nowhere", "not a model folder"),
         ("economize", "peers install economize"),
         ("llama.cpp", "peers install llama.cpp"),

@@ -15,7 +15,6 @@ from anabranch.certify.statistics import (
     Cell,
     chi_square_above,
     chi_square_quantile,
-    goodness_of_fit,
     holm,
     homogeneity,
     noise_of,
@@ -24,6 +23,7 @@ from anabranch.certify.statistics import (
     samples_needed,
     total_variation,
 )
+from toy_distribution import goodness_of_fit
 
 # upper quantiles from printed tables: degrees, probability above, value
 TABLE = [(1, 0.05, 3.841), (4, 0.01, 13.277), (10, 0.05, 18.307), (15, 0.001, 37.697), (100, 0.05, 124.342)]

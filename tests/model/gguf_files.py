@@ -24,6 +24,47 @@ ARCHITECTURES = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gpt2": gguf.MODEL_ARCH.GPT2,
 }
+# families with other names than their architecture, which ``LATER`` are
+FAMILIES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "gptneox": "gpt_neox", "phi2": "phi"}
+LATER = {
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
+    "mistral": gguf.MODEL_ARCH.MISTRAL3,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "gptneox": gguf.MODEL_ARCH.GPTNEOX,
+    "phi2": gguf.MODEL_ARCH.PHI2,
+}
+ORIGINAL = 32  # positions before YaRN
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "rope_theta": 10_000.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+OWN: dict[str, dict[str, Any]] = {
+    "smollm3": {"num_hidden_layers": 4},
+    "granite": {
+        "embedding_multiplier": 3.0, "logits_scaling": 1.75, "residual_multiplier": 0.625, "attention_multiplier": 0.2,
+    },
+    "olmo3": {
+        "num_hidden_layers": 4, "sliding_window": 8,
+        "rope_parameters": {"full_attention": {**YARN, "attention_factor": 1.25}, "sliding_attention": PLAIN},
+    },
+    "mistral3": {
+        "rope_parameters": {
+            **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25,
+            "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    },
+    "gemma3": {
+        "num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 16,
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**PLAIN, "rope_theta": 100.0}},
+    },
+    "gptneox": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "use_parallel_residual": True},
+    "phi2": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+}  # fmt: skip
+LAYER_NORMS = ("gptneox", "phi2")
 
 
 def toy_model(family: str, **overrides: Any) -> Any:
@@ -43,10 +84,13 @@ def toy_model(family: str, **overrides: Any) -> Any:
         sizes = {"n_embd": 64, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 128}
     if family == "gemma2":
         sizes |= {"query_pre_attn_scalar": 16, "sliding_window": 8}
+    sizes |= OWN.get(family, {})
     if family == "phi3":
         sizes |= {"tie_word_embeddings": False}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    config = AutoConfig.for_model(family, vocab_size=len(TOKENS), **{**sizes, **ends, **overrides})
+    config = AutoConfig.for_model(
+        FAMILIES.get(family, family), vocab_size=len(TOKENS), **{**sizes, **ends, **overrides}
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
@@ -78,7 +122,8 @@ def write_gguf(
     """
     config = model.config
     weights = model.state_dict()
-    writer = gguf.GGUFWriter(path, family, split_max_tensors=-(-len(weights) // parts) if parts > 1 else 0)
+    architecture = {"olmo3": "olmo2", "mistral": "mistral3"}.get(family, family)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-len(weights) // parts) if parts > 1 else 0)
     layers = config.num_hidden_layers
     writer.add_block_count(layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -87,12 +132,22 @@ def write_gguf(
     if family == "gpt2":
         writer.add_feed_forward_length(config.n_inner)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    elif family in LAYER_NORMS:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_rope_dimension_count(int(16 * config.rope_parameters["partial_rotary_factor"]))
+        if family == "gptneox":
+            writer.add_parallel_residual(config.use_parallel_residual)
+        else:
+            writer.add_head_count_kv(config.num_key_value_heads)
     else:
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_dimension_count(16)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        _add_own(writer, family, config, rope)
     if family == "gemma2":
         writer.add_key_length(config.head_dim)
         writer.add_sliding_window(config.sliding_window)
@@ -101,16 +156,16 @@ def write_gguf(
     _add_tokenizer(writer, pre)
     for key, value in (keys or {}).items():
         _set_key(writer, key, value)
-    names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
+    names = gguf.get_tensor_name_map({**ARCHITECTURES, **LATER}[family], layers)
     found = dict(tensors or {})
     for name, values in weights.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         theirs = "output.weight" if name == "lm_head.weight" else theirs  # also in Gemma 2, whose head is tied
         assert theirs is not None, name
         found.setdefault(theirs, _as_converter_would(theirs, values.numpy(), family, config))
-    if (parameters := getattr(config, "rope_parameters", None)) and parameters["rope_type"] == "llama3":
+    if (parameters := getattr(config, "rope_parameters", None)) and parameters.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_divisors(config)
     for name, values in found.items():
         if raw and name in raw:
@@ -128,6 +183,36 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_own(writer: gguf.GGUFWriter, family: str, config: Any, rope: Mapping[str, Any]) -> None:
+    """The keys that a family has besides those of Llama."""
+    if family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if family in ("olmo3", "gemma3"):
+        writer.add_sliding_window(config.sliding_window)
+    if family == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if family == "gemma3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if family in ("olmo3", "mistral3"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if family == "olmo3":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    if family == "mistral3":
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _set_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -160,11 +245,16 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
 
 
 def _as_converter_would(stored: str, values: np.ndarray, family: str, config: Any) -> np.ndarray:
-    if family == "llama" and (".attn_q." in stored or ".attn_k." in stored):
+    if family == "gptneox" and ".attn_qkv." in stored:
+        by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(values.shape)
+    if family in ("llama", "mistral", "mistral3", "smollm3", "granite") and (
+        ".attn_q." in stored or ".attn_k." in stored
+    ):
         heads = config.num_attention_heads if ".attn_q." in stored else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         return halves.swapaxes(1, 2).reshape(values.shape)
-    if family == "gemma2" and "norm" in stored:
+    if family in ("gemma", "gemma2", "gemma3") and "norm" in stored:
         return values + np.float32(1)
     if family == "gpt2" and stored.startswith("blk") and stored.endswith("weight") and values.ndim == 2:
         return values.T

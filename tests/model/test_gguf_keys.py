@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import ARCHITECTURES, TOKENS, toy_model, write_gguf
+from gguf_files import ARCHITECTURES, LATER, LAYER_NORMS, LINEAR, OWN, PLAIN, TOKENS, toy_model, write_gguf
 from torch import Tensor
 from toys import Oracle
 
@@ -21,6 +21,8 @@ from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.gguf import _read, read_gguf
 from anabranch.model.gguf_config import HONOURED, config_of
 from anabranch.model.load import load_target
+from anabranch.model.stack import NativeBackend
+from anabranch.native import library as native
 from small import logits_after
 
 IDS = list(range(3, 43))
@@ -358,3 +360,134 @@ def test_all_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
     parts[2].unlink()
     with pytest.raises(FileError, match=r"there is no GGUF file at .*toy-00003-of-00003"):
         read_gguf(first)
+
+
+@pytest.mark.parametrize("family", sorted(LATER))
+def test_logits_of_later_families(tmp_path: Path, family: str) -> None:
+    model = toy_model(family)
+    found = logits(write_gguf(tmp_path / "toy.gguf", family, model))
+    torch.testing.assert_close(found, Oracle(model).logits(IDS), rtol=1e-4, atol=1e-4)
+
+
+NORMED = {"olmo2": {"rms_norm_eps": 0.5}, "gptneox": {"layer_norm_eps": 0.5}, "phi2": {"layer_norm_eps": 0.5}}
+LATER_MEANINGS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("granite", {"attention.scale": 0.5}, {"attention_multiplier": 0.5}),
+    ("granite", {"attention.scale": 0.0}, {"attention_multiplier": 0.25}),
+    ("granite", {"embedding_scale": 2.0}, {"embedding_multiplier": 2.0}),
+    ("granite", {"residual_scale": 0.25}, {"residual_multiplier": 0.25}),
+    ("granite", {"logit_scale": 4.0}, {"logits_scaling": 4.0}),
+    ("olmo2", {"attention.layer_norm_rms_epsilon": 0.5}, NORMED["olmo2"]),
+    ("olmo3", {"attention.sliding_window": 5}, {"sliding_window": 5}),
+    (
+        "olmo3",
+        {"attention.sliding_window_pattern": [False, True, False, True]},
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    ("gemma3", {"attention.sliding_window": 5}, {"sliding_window": 5}),
+    ("gemma3", {"attention.sliding_window_pattern": 2}, {"layer_types": ["sliding_attention", "full_attention"] * 3}),
+    ("gemma3", {"final_logit_softcapping": 2.0}, {"final_logit_softcapping": 2.0}),
+    (
+        "gemma3",
+        {"rope.freq_base_swa": 500.0},
+        {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**PLAIN, "rope_theta": 500.0}}},
+    ),
+    (
+        "mistral3",
+        {"attention.temperature_scale": 1.0},
+        {"rope_parameters": {**OWN["mistral3"]["rope_parameters"], "llama_4_scaling_beta": 1.0}},
+    ),
+    (
+        "mistral3",
+        {"rope.scaling.yarn_log_multiplier": 0.5},
+        {"rope_parameters": {**OWN["mistral3"]["rope_parameters"], "mscale_all_dim": 0.5}},
+    ),
+    ("gptneox", {"attention.layer_norm_epsilon": 0.5}, NORMED["gptneox"]),
+    ("gptneox", {"use_parallel_residual": False}, {"use_parallel_residual": False}),
+    (
+        "gptneox",
+        {"rope.dimension_count": 4},
+        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25}},
+    ),
+    ("phi2", {"attention.layer_norm_epsilon": 0.5}, NORMED["phi2"]),
+    ("phi2", {"rope.dimension_count": 12}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.75}}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes", "meaning"), LATER_MEANINGS)
+def test_a_key_of_a_later_family_means_what_it_does_in_transformers(
+    tmp_path: Path, family: str, changes: dict[str, Any], meaning: dict[str, Any]
+) -> None:
+    model = toy_model(family, **meaning)
+    architecture = "olmo2" if family == "olmo3" else family
+    keys = {f"{architecture}.{key}": value for key, value in changes.items()}
+    found = logits(write_gguf(tmp_path / "toy.gguf", family, model, keys=keys))
+    torch.testing.assert_close(found, Oracle(model).logits(IDS), rtol=1e-4, atol=1e-4)
+    other = (Oracle(toy_model(family)).logits(IDS) - found).abs().max()
+    assert float(other) > 0.001, "the case has no effect, so it shows nothing"
+
+
+@pytest.mark.parametrize("family", sorted(set(LATER) - {"olmo3", "mistral"}))
+def test_each_key_of_a_later_family_is_honoured_or_refused_by_name(family: str) -> None:
+    path, metadata, stored = parsed(family)
+    for key in keys_of_llama_cpp():
+        if key in WITHOUT_EFFECT | HONOURED[family]:
+            continue
+        changed = {**metadata, f"{family}.{key}": OTHER_VALUES.get(key, 7)}
+        refused = rf"sets {family}\.{re.escape(key)} to .*; load the model's safetensors folder instead"
+        with pytest.raises(ModelError, match=refused):
+            pytest.fail(f"{key} is ignored: {config_of(path, changed, stored)}")
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("granite", "rope.scaling.finetuned", False),
+        ("gemma3", "attention.sliding_window", 0),
+        ("gptneox", "attention.head_count_kv", 2),
+        ("gptneox", "rope.dimension_count", 32),
+        ("phi2", "attention.key_length", 8),
+        ("mistral3", "rope.scaling.yarn_log_multiplier", 0.5),
+    ],
+)
+def test_values_that_a_later_family_does_not_have(family: str, key: str, value: object) -> None:
+    path, metadata, stored = parsed(family)
+    changed = {**metadata, f"{family}.{key}": value}
+    if family == "mistral3":
+        changed["mistral3.rope.scaling.type"] = "linear"
+    with pytest.raises(ModelError, match=re.escape(f"{family}.{key}")):
+        config_of(path, changed, stored)
+
+
+def test_a_mistral_small_3_is_a_mistral(tmp_path: Path) -> None:
+    """Its files have the architecture of Ministral 3, without the scale of queries."""
+    model = toy_model("mistral", sliding_window=None)
+    path = write_gguf(tmp_path / "toy.gguf", "mistral", model)
+    assert read_gguf(path).config["model_type"] == "mistral"
+    torch.testing.assert_close(logits(path), Oracle(model).logits(IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "granitehybrid", "olmoe", "mamba"])
+def test_architectures_that_are_not_supported_are_named(architecture: str) -> None:
+    path, metadata, stored = parsed("llama")
+    with pytest.raises(ModelError, match=rf"of architecture '{architecture}' \(.* not run here"):
+        config_of(path, {**metadata, "general.architecture": architecture}, stored)
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
+@pytest.mark.parametrize("family", sorted({*LATER, "gemma2", "qwen3"} - {"mistral"}))
+def test_files_of_all_families_are_decoded_as_stored(tmp_path: Path, family: str) -> None:
+    """Packed blocks with the file's values on the native kernels: the dequantised weights' logits, but for rounding."""
+    wide = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 128}
+    own = {"query_pre_attn_scalar": 32} if family.startswith("gemma") and family != "gemma" else {}
+    model = toy_model(family, **wide, **own)
+    turned = 16 if family in LAYER_NORMS else 32
+    widths = {"attention.key_length": 32, "attention.value_length": 32} if family in ("gemma2", "gemma3") else {}
+    architecture = "olmo2" if family == "olmo3" else family
+    keys = {f"{architecture}.{key}": value for key, value in {"rope.dimension_count": turned, **widths}.items()}
+    path = write_gguf(tmp_path / "toy.gguf", family, model, quantize=True, stored="Q8_0", keys=keys)
+    packed, plain = (load_target(str(path), device="cpu", quantize=kind).decoder for kind in ("auto", "none"))
+    assert isinstance(packed.backend, NativeBackend)
+    assert packed.blocks[0].qkv.kind == "stored"
+    wanted = logits_after(plain, IDS).float()
+    found = logits_after(packed, IDS).float()
+    assert (found - wanted).abs().mean() < 0.05 * wanted.std()

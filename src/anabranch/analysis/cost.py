@@ -28,7 +28,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.weights import build_decoder
 
-__all__ = ["MODELS", "cost", "costs", "counted_methods", "target"]
+__all__ = ["MODELS", "cost", "costs", "target"]
 
 Count = Callable[[Decoder, DraftShape], DraftCost]
 
@@ -63,11 +63,6 @@ def target(name: str) -> Decoder:
     if name not in MODELS:
         raise InputError(f"there is no model {name!r} here; models are {', '.join(MODELS)}")
     return build_decoder(model_config(MODELS[name]))
-
-
-def counted_methods() -> tuple[str, ...]:
-    """The methods whose drafts can be counted: the papers', then the registered ones."""
-    return tuple(_counts())
 
 
 def cost(method: str, name: str, shape: DraftShape | None = None) -> DraftCost:

@@ -19,7 +19,6 @@ __all__ = [
     "ChiSquare",
     "chi_square_above",
     "chi_square_quantile",
-    "goodness_of_fit",
     "holm",
     "homogeneity",
     "noise_of",
@@ -175,29 +174,7 @@ def noise_of(cells: Sequence[Cell]) -> float:
     return sum(math.sqrt(share * (1 - share) / (math.pi * size)) for share in shares)
 
 
-# -- one sample, several tests -------------------------------------------------------------------------------------
-def goodness_of_fit(counts: Sequence[float], probabilities: Sequence[float]) -> ChiSquare:
-    """Test whether a sample is from a known distribution; cells of an expected count below 5 are pooled.
-
-    counts [C], probabilities [C]: how often each outcome occurred, and how probable it is. An outcome of probability 0
-    that occurred gives an infinite statistic.
-    """
-    size = sum(counts)
-    known = list(zip(counts, probabilities, strict=True))
-    kept = [(count, size * p) for count, p in known if size * p >= EXPECTED]
-    rare = [(count, size * p) for count, p in known if size * p < EXPECTED]
-    if any(count and not expected for count, expected in rare):
-        return ChiSquare(math.inf, max(1, len(kept)), 0.0)
-    seen, expected = sum(count for count, _ in rare), sum(expected for _, expected in rare)
-    if expected >= EXPECTED or not kept:
-        kept.append((seen, expected))
-    else:
-        smallest = min(range(len(kept)), key=lambda i: kept[i][1])
-        kept[smallest] = (kept[smallest][0] + seen, kept[smallest][1] + expected)
-    statistic = sum((count - wanted) ** 2 / wanted for count, wanted in kept)
-    return ChiSquare.of(float(statistic), len(kept) - 1)
-
-
+# -- several tests ------------------------------------------------------------------------------------------------
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
     """Tell which of several tests reject, so that none rejects wrongly with a probability of at least 1 - ``alpha``.
 

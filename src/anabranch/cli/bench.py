@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.cli import bench_load, bench_run, bench_shape, peers
-from anabranch.cli.bench_config import LoadConfig, RunConfig, ShapeConfig, TaskConfig
+from anabranch.cli.bench_config import RowsConfig, RunConfig, ShapeConfig, TaskConfig
 from anabranch.cli.configured import configured
 from anabranch.cli.help import HELP, Verb, Verbs
 
@@ -55,7 +55,7 @@ def bench(config: RunConfig) -> None:
 
 @app.command("load", cls=Verb)
 @configured
-def bench_rows(config: LoadConfig) -> None:
+def bench_rows(config: RowsConfig) -> None:
     """Measure throughput and latency with several concurrent prompts.
 
     N prompts are in progress at any time, until none is left; peers with static batches decode N prompts that start

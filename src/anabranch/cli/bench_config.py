@@ -15,7 +15,7 @@ import typer
 from anabranch.cli import completion, options
 from anabranch.declared import Keywords, hints_of
 from anabranch.errors import InputError
-from anabranch.loading import LoadConfig as Loading
+from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
     from anabranch.bench.application import Application
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Contenders",
     "Files",
-    "LoadConfig",
     "Prepared",
+    "RowsConfig",
     "RunConfig",
     "ShapeConfig",
     "TaskConfig",
@@ -38,7 +38,7 @@ __all__ = [
     "prepared",
 ]
 
-LOADING = {name: get_args(hint)[1] for name, hint in hints_of(Loading).items() if get_origin(hint) is Annotated}
+LOADING = {name: get_args(hint)[1] for name, hint in hints_of(LoadConfig).items() if get_origin(hint) is Annotated}
 Repeats = Annotated[int, typer.Option(help="repeat every measurement this many times")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json")]
 
@@ -47,7 +47,7 @@ Out = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result
 class Contenders:
     """Contenders, and the decoding that they are compared in."""
 
-    loading: Loading = field(default=Loading())
+    loading: LoadConfig = field(default=LoadConfig())
     method: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -105,7 +105,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig:
+class RowsConfig:
     """The options of ``bench load``."""
 
     rows: Annotated[
@@ -239,7 +239,7 @@ def entries_of(config: Contenders, defaults: Sequence[str] | None = None) -> lis
     return entries
 
 
-def measured(loading: Loading, kind: Rounding, *, peers: bool) -> Loaded:
+def measured(loading: LoadConfig, kind: Rounding, *, peers: bool) -> Loaded:
     """Load the target with one kind of weights, "none" being those of its file.
 
     Beside ``peers`` without the defaults of its generation config.

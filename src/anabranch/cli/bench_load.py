@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anabranch.cli.bench_config import Contenders, LoadConfig, command, entries_of, prepared
+from anabranch.cli.bench_config import Contenders, RowsConfig, command, entries_of, prepared
 from anabranch.cli.bench_run import decode, stop_unmeasured
 from anabranch.cli.layout import status_console
 from anabranch.cli.options import check_at_least
@@ -23,7 +23,7 @@ __all__ = ["run"]
 ROWS = (1, 4)
 
 
-def run(config: LoadConfig) -> None:
+def run(config: RowsConfig) -> None:
     """Check the options before loading, measure, print the result, and write it to ``--out``."""
     from anabranch.bench.journal import beside
     from anabranch.bench.session import Session

@@ -688,7 +688,7 @@ FAMILIES: dict[str, Family] = {
         *(_gpt_neox, _NEOX, ("gpt_neox.", "")),
         embedding="embed_in",
         norm="final_layer_norm",
-        heads=("embed_out", "lm_head"),
+        heads=("lm_head", "embed_out"),
         layouts={"qkv": "by_head"},
     ),
 }

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.families import FAMILIES
-from anabranch.model.gguf_config import ATTENTION, MLP, config_of
+from anabranch.model.gguf_config import ATTENTION, MLP, PERMUTED, SHIFTED, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
 from anabranch.model.matrix import FileMatrix
 from anabranch.model.stored import LazyTensors, dtype_name
@@ -48,14 +48,17 @@ _LEAVES = {
     "norm_after_mlp": ("post_ffw_norm",),
 }  # fmt: skip
 _FUSED = {"qkv": ("attn_qkv",), "mlp.up": ("ffn_up",)}
-# The modules that may have a bias, of each architecture.
+_LAYER_NORM = frozenset({"attn_norm", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"})
+# The modules that may have a bias, of each family.
 _BIASED: dict[str, frozenset[str]] = {
     "llama": ATTENTION | MLP,
     "qwen2": ATTENTION - {"attn_output"},
-    "qwen3": ATTENTION,
     "phi3": frozenset(),
-    "gemma2": ATTENTION,
-    "gpt2": frozenset({"attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"}),
+    **dict.fromkeys(("mistral", "ministral3"), frozenset()),
+    **dict.fromkeys(("smollm3", "granite"), ATTENTION | MLP),
+    **dict.fromkeys(("qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"), ATTENTION),
+    **dict.fromkeys(("gpt2", "gpt_neox"), _LAYER_NORM | {"attn_qkv"}),
+    "phi": _LAYER_NORM | ATTENTION | {"output"},
 }
 
 
@@ -73,8 +76,9 @@ class _Names:
     transposed: frozenset[str]
 
 
-def _names_of(architecture: str) -> _Names:
-    family = FAMILIES[architecture]
+def _names_of(name: str) -> _Names:
+    """The names of a family."""
+    family = FAMILIES[name]
     block: dict[str, str] = {}
     transposed: set[str] = set()
     for part, modules in family.block.items():
@@ -84,7 +88,7 @@ def _names_of(architecture: str) -> _Names:
     outer = family.prefixes[0]
     ends = {"token_embd": outer + family.embedding, "output_norm": outer + family.norm, "output": family.heads[0]}
     ends |= {"position_embd": outer + family.positions} if family.positions else {}
-    return _Names(outer + family.layers, block, ends, _BIASED[architecture], frozenset(transposed))
+    return _Names(outer + family.layers, block, ends, _BIASED[name], frozenset(transposed))
 
 
 # Tables of rotary frequencies: those that belong to the config, and one that llama.cpp does not use.
@@ -319,13 +323,14 @@ def _loaders(
         elif match := _END_NAME.fullmatch(name):
             leaf, kind = match[1], match[2]
             module = names.ends.get(leaf)
-        if _ROPE_TABLES.fullmatch(name) and architecture != "gpt2":
+        if _ROPE_TABLES.fullmatch(name) and architecture not in ("gpt2", "gpt_neox", "phi"):
             continue
         if block < layers and module is not None and (kind == "weight" or leaf in names.biased):
             transposed = kind == "weight" and leaf in names.transposed
             loaders[f"{module}.{kind}"] = partial(_load, tensor, config, path, leaf=leaf, transposed=transposed)
             if len(tensor.shape) == 2 and tensor.data.dtype == np.uint8 and tensor.tensor_type not in _FLOATS:
-                order = _rotary_order(tensor, config, path, leaf=leaf)
+                by_head = architecture == "gpt_neox"  # our rows of q, k and v are in the file's order
+                order = None if by_head else _rotary_order(tensor, config, path, leaf=leaf)
                 matrices[f"{module}.{kind}"] = FileMatrix(tensor.tensor_type, tensor.data, int(tensor.shape[0]), order)
         elif block < layers and _known_tensors().fullmatch(name):
             raise ModelError(
@@ -375,20 +380,26 @@ def _load(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str, tran
         ) from error
     order = _rotary_order(tensor, config, path, leaf=leaf)
     values = values if order is None else values[order]
-    if config["model_type"] == "gemma2" and leaf.endswith("norm"):
+    if config["model_type"] in SHIFTED and leaf.endswith("norm"):
         values = values - np.float32(1)
     # a copy, since the file is mapped read-only and may be replaced while the model is in use
     return torch.from_numpy(np.array(values.T if transposed else values, dtype=np.float32, order="C"))
 
 
 def _rotary_order(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str) -> NDArray[np.int64] | None:
-    """The file's row of each row of a q or k projection that llama.cpp's converter reordered; None for other tensors.
+    """The file's row of each row of a projection that llama.cpp's converter reordered; None for other tensors.
 
     Raises FileError if the rows are not those of whole heads.
     """
-    if config["model_type"] != "llama" or leaf not in {"attn_q", "attn_k"}:
-        return None
     rows = int(tensor.shape[-1])
+    if config["model_type"] == "gpt_neox" and leaf == "attn_qkv":  # q, k and v of each head in turn
+        heads = int(config["num_attention_heads"])
+        if rows % (3 * heads):
+            raise FileError(f"{path} has {rows} rows in {tensor.name} for {heads} heads; fetch it again")
+        by_head: NDArray[np.int64] = np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
+        return by_head
+    if config["model_type"] not in PERMUTED or leaf not in {"attn_q", "attn_k"}:
+        return None
     heads = int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
     if heads < 1 or rows % (2 * heads):
         raise FileError(f"{path} has {rows} rows in {tensor.name} for {heads} heads; fetch it again")

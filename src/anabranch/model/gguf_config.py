@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from anabranch.errors import ModelError
+from anabranch.model.families import UNSUPPORTED
 from anabranch.model.gguf_tokenizer import end_tokens
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["ARCHITECTURES", "ATTENTION", "HONOURED", "MLP", "config_of"]
+__all__ = ["ARCHITECTURES", "ATTENTION", "HONOURED", "MLP", "PERMUTED", "SHIFTED", "config_of"]
 
 Metadata = Mapping[str, Any]
 Config = dict[str, Any]
@@ -31,9 +32,23 @@ ARCHITECTURES: dict[str, tuple[str, Config]] = {
     "qwen2": ("Qwen2ForCausalLM", {"hidden_act": "silu"}),
     "qwen3": ("Qwen3ForCausalLM", {"hidden_act": "silu"}),
     "phi3": ("Phi3ForCausalLM", {"hidden_act": "silu"}),
+    "mistral3": ("Ministral3ForCausalLM", {"hidden_act": "silu"}),
+    "smollm3": ("SmolLM3ForCausalLM", {"hidden_act": "silu", "no_rope_layer_interval": 4}),
+    "granite": ("GraniteForCausalLM", {"hidden_act": "silu"}),
+    "olmo2": ("Olmo2ForCausalLM", {"hidden_act": "silu"}),
+    "gemma": ("GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("Gemma2ForCausalLM", {"hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma3": ("Gemma3ForCausalLM", {"hidden_activation": "gelu_pytorch_tanh"}),
     "gpt2": ("GPT2LMHeadModel", {"activation_function": "gelu_new"}),
+    "gptneox": ("GPTNeoXForCausalLM", {"hidden_act": "gelu"}),
+    "phi2": ("PhiForCausalLM", {"hidden_act": "gelu_new"}),
 }
+# families with other names than their architecture
+_FAMILIES = {"mistral3": "ministral3", "gemma3": "gemma3_text", "gptneox": "gpt_neox", "phi2": "phi"}
+# Families whose files have the rows of q and k in pairs of channels that are rotated together, and those whose files
+# have 1 added to the weights of norms.
+PERMUTED = frozenset({"llama", "mistral", "ministral3", "smollm3", "granite"})
+SHIFTED = frozenset({"gemma", "gemma2", "gemma3_text"})
 ATTENTION, MLP = frozenset({"attn_q", "attn_k", "attn_v", "attn_output"}), frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 
 # -- the keys of an architecture, without its name ---------------------------------------------------
@@ -48,17 +63,30 @@ _RMS = _SHAPE | {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 }
+_TURNED = frozenset({"attention.layer_norm_epsilon", "rope.freq_base", "rope.dimension_count"})
 HONOURED: dict[str, frozenset[str]] = {
     "llama": _RMS,
     "qwen2": _RMS,
     "qwen3": _RMS,
     "phi3": _RMS | {"attention.sliding_window"},
+    "mistral3": _RMS | {"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"},
+    "smollm3": _RMS,
+    "granite": _RMS | {"attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"},
+    "olmo2": _RMS | {"attention.sliding_window", "attention.sliding_window_pattern"},
+    "gemma": _RMS,
+    "gemma3": _RMS
+    | {
+        *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
+        "final_logit_softcapping",
+    },
     "gemma2": _RMS
     | {
         *("attention.sliding_window", "attention.sliding_window_pattern"),
         *("attn_logit_softcapping", "final_logit_softcapping"),
     },
     "gpt2": _SHAPE | {"attention.layer_norm_epsilon"},
+    "gptneox": _SHAPE | _TURNED | {"use_parallel_residual"},
+    "phi2": _SHAPE | _TURNED,
 }
 # facts about training and text embeddings
 _IGNORED = frozenset({"rope.scaling.finetuned", "pooling_type"})
@@ -140,7 +168,8 @@ def config_of(path: Path, metadata: Metadata, stored: Mapping[str, Any]) -> Conf
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelError(f"{path} contains a model of architecture {architecture!r}; supported are {known}")
+        why = f" ({UNSUPPORTED[architecture]})" if architecture in UNSUPPORTED else ""
+        raise ModelError(f"{path} contains a model of architecture {architecture!r}{why}; supported are {known}")
     if (kind := metadata.get("general.type", "model")) != "model":
         raise ModelError(f"{path} is a GGUF file of the type {shown(kind)}, not a model; give the model's own file")
     keys = _Keys(path, architecture, metadata)
@@ -148,7 +177,7 @@ def config_of(path: Path, metadata: Metadata, stored: Mapping[str, Any]) -> Conf
     ends = end_tokens(metadata)
     config: Config = {
         "architectures": [name],
-        "model_type": architecture,
+        "model_type": _FAMILIES.get(architecture, architecture),
         "vocab_size": _vocabulary(keys, stored),
         # llama.cpp stores the output head only if it differs from the embedding
         "tie_word_embeddings": "output.weight" not in stored,
@@ -157,7 +186,12 @@ def config_of(path: Path, metadata: Metadata, stored: Mapping[str, Any]) -> Conf
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         **fixed,
     }
-    config |= _gpt2(keys) if architecture == "gpt2" else _rms(keys, stored)
+    if architecture == "gpt2":
+        config |= _gpt2(keys)
+    elif architecture in ("gptneox", "phi2"):
+        config |= _parallel(keys)
+    else:
+        config |= _rms(keys, stored)
     _check_others(keys, config)
     return config
 
@@ -194,6 +228,39 @@ def _gpt2(keys: _Keys) -> Config:
     }
 
 
+def _parallel(keys: _Keys) -> Config:
+    """GPT-NeoX and Phi: LayerNorm, and rotations of a part of each head."""
+    hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
+    width, neox = hidden // heads, keys.architecture == "gptneox"
+    kv_heads = keys.get("attention.head_count_kv", heads)
+    same = [("attention.key_length", width), ("attention.value_length", width)]
+    for key, value in [*same, *([("attention.head_count_kv", heads)] if neox else [])]:
+        if keys.get(key, value) != value:
+            keys.refuse(key)
+    if not 0 < (rotated := keys.get("rope.dimension_count", width)) <= width:
+        keys.refuse("rope.dimension_count", f"but heads have {width} channels")
+    theta, share = float(keys.get("rope.freq_base", 10_000.0)), _share(rotated, width)
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
+    own = {"use_parallel_residual": bool(keys.get("use_parallel_residual", True))} if neox else {}
+    return {
+        "num_hidden_layers": keys.need("block_count"),
+        "max_position_embeddings": keys.need("context_length"),
+        "hidden_size": hidden,
+        "intermediate_size": keys.need("feed_forward_length"),
+        "num_attention_heads": heads,
+        **({} if neox else {"num_key_value_heads": kv_heads}),
+        "layer_norm_eps": _shortest(keys.need("attention.layer_norm_epsilon")),
+        "rope_parameters": rope,
+        **own,
+    }
+
+
+def _share(rotated: int, head_dim: int) -> float:
+    """The share of a head's channels that are rotated; transformers rounds the product down, not to one too few."""
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else math.nextafter(share, 1)
+
+
 def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
     """Llama and its descendants."""
     hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
@@ -212,18 +279,27 @@ def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
         "rms_norm_eps": _shortest(keys.need("attention.layer_norm_rms_epsilon")),
         "rope_parameters": rope,
     }
-    if keys.architecture in {"llama", "qwen3", "gemma2"}:
+    if keys.architecture not in {"qwen2", "phi3", "mistral3"}:
         # only the tensors show which biases a model has; Qwen2 always has those of q, k and v
         biased = {match[1] for name in stored if (match := re.fullmatch(r"blk\.\d+\.(\w+)\.bias", name))}
         config["attention_bias"] = bool(biased & ATTENTION)
-        if keys.architecture == "llama":
+        if keys.architecture in {"llama", "smollm3", "granite"}:
             config["mlp_bias"] = bool(biased & MLP)
     if keys.architecture == "phi3":
         config["sliding_window"] = keys.get("attention.sliding_window") or None  # 0 is none
         if "original_max_position_embeddings" in rope:
             config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    sizes = {"hidden": hidden, "heads": heads, "head_dim": head_dim, "layers": layers}
     if keys.architecture == "gemma2":
-        config |= _gemma2(keys, hidden=hidden, heads=heads, head_dim=head_dim, layers=layers)
+        config |= _gemma2(keys, **sizes)
+    elif keys.architecture == "gemma3":
+        config |= _gemma3(keys, rope, **sizes)
+    elif keys.architecture == "olmo2":
+        config |= _olmo3(keys, rope, layers=layers)
+    elif keys.architecture == "granite":
+        config |= _granite(keys, head_dim=head_dim)
+    elif keys.architecture == "mistral3":
+        config |= _mistral3(keys, rope)
     return config
 
 
@@ -244,20 +320,85 @@ def _head_dim(keys: _Keys, stored: Mapping[str, Any], heads: int, kv_heads: int,
 def _gemma2(keys: _Keys, *, hidden: int, heads: int, head_dim: int, layers: int) -> Config:
     if (window := keys.get("attention.sliding_window", 4096)) == 0:
         keys.refuse("attention.sliding_window")
-    # a flag for each layer, or the size of groups of layers whose last one has full attention
-    pattern = keys.metadata.get("gemma2.attention.sliding_window_pattern", 2)
-    if isinstance(pattern, list):
-        slides = [bool(slide) for slide in pattern]
-    else:
-        slides = [not pattern or layer % pattern < pattern - 1 for layer in range(min(layers, 1 << 12))]
     return {
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "layer_types": _layer_types(keys, 2, layers=layers),
         "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
         # not stored in the file: the 27B (46 layers) scales by hidden size / heads, the others by head_dim
         "query_pre_attn_scalar": hidden // heads if layers == 46 else head_dim,
     }
+
+
+def _layer_types(keys: _Keys, usual: int, *, layers: int) -> list[str]:
+    """The kind of each layer; by default the last of each group of ``usual`` layers has full attention."""
+    # a flag for each layer, or the size of the groups
+    pattern = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern", usual)
+    if isinstance(pattern, list):
+        slides = [bool(slide) for slide in pattern]
+    else:
+        slides = [not pattern or layer % pattern < pattern - 1 for layer in range(min(layers, 1 << 12))]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
+def _gemma3(keys: _Keys, rope: Config, *, hidden: int, heads: int, head_dim: int, layers: int) -> Config:
+    window = keys.need("attention.sliding_window")
+    if window == 0:
+        keys.refuse("attention.sliding_window")
+    sliding = {"rope_type": "default", "rope_theta": float(keys.get("rope.freq_base_swa", 10_000.0))}
+    return {
+        "sliding_window": window,
+        "layer_types": _layer_types(keys, 6, layers=layers),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+        # not stored in the file: the 27B (62 layers) scales by hidden size / heads, the others by head_dim
+        "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
+    }
+
+
+def _olmo3(keys: _Keys, rope: Config, *, layers: int) -> Config:
+    """OLMo 3, whose files are those of OLMo 2 with a window; layers with it have rotations without scaling."""
+    window = keys.get("attention.sliding_window")
+    if not window:
+        return {}
+    sliding = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": _layer_types(keys, 4, layers=layers),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
+    }
+
+
+def _granite(keys: _Keys, *, head_dim: int) -> Config:
+    if keys.get("rope.scaling.finetuned", True) is not True:
+        keys.refuse("rope.scaling.finetuned", "with which its layers do not rotate positions")
+    return {  # 0 is none
+        "attention_multiplier": float(keys.get("attention.scale") or head_dim**-0.5),
+        "embedding_multiplier": float(keys.get("embedding_scale") or 1),
+        "residual_multiplier": float(keys.get("residual_scale") or 1),
+        "logits_scaling": float(keys.get("logit_scale") or 1),
+    }
+
+
+def _mistral3(keys: _Keys, rope: Config) -> Config:
+    """Ministral 3, or a Mistral Small 3, whose queries are not scaled by position."""
+    log_multiplier, beta = keys.get("rope.scaling.yarn_log_multiplier"), keys.get("attention.temperature_scale")
+    scaled = dict(rope)
+    if log_multiplier:
+        if rope["rope_type"] != "yarn":
+            keys.refuse("rope.scaling.yarn_log_multiplier", "without YaRN")
+        scaled |= {"mscale": 1.0, "mscale_all_dim": _shortest(log_multiplier)}
+    if not beta:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None} | {
+            "rope_parameters": scaled
+        }
+    original = keys.get("rope.scaling.original_context_length")
+    if not original:
+        keys.refuse("attention.temperature_scale", "without rope.scaling.original_context_length")
+    scaled |= {"llama_4_scaling_beta": _shortest(beta), "original_max_position_embeddings": original}
+    return {"rope_parameters": scaled, "sliding_window": None}
 
 
 # -- rotary positions --------------------------------------------------------------------------------
@@ -267,9 +408,7 @@ def _rope(keys: _Keys, stored: Mapping[str, Any], *, head_dim: int) -> Config:
     if (rotated := keys.get("rope.dimension_count", head_dim)) != head_dim:
         if keys.architecture != "phi3" or not 0 < rotated < head_dim:
             keys.refuse("rope.dimension_count", f"but heads have {head_dim} channels, all of which must be rotated")
-        share = rotated / head_dim
-        # transformers rounds the product down, which must not be one too few
-        rope["partial_rotary_factor"] = share if int(head_dim * share) == rotated else math.nextafter(share, 1)
+        rope["partial_rotary_factor"] = _share(rotated, head_dim)
     # linear is llama.cpp's default, with a factor under one of two names
     kind = keys.get("rope.scaling.type", "linear")
     factor = float(keys.get(keys.factor_key()) or 1)
@@ -289,8 +428,9 @@ def _rope(keys: _Keys, stored: Mapping[str, Any], *, head_dim: int) -> Config:
             for name in ("beta_fast", "beta_slow")
             if keys.get(f"rope.scaling.yarn_{name}") is not None
         }
-        if attention != 1:  # multiplies YaRN's own factor
-            rope["attention_factor"] = attention * _yarn_attention(factor)
+        if attention != 1:  # multiplies YaRN's own factor; llama.cpp's converter writes OLMo 3's whole factor
+            own = 1.0 if keys.architecture == "olmo2" else _yarn_attention(factor)
+            rope["attention_factor"] = attention * own
         return rope
     if attention != 1:
         keys.refuse("rope.scaling.attn_factor")
@@ -387,22 +527,24 @@ def _neutral_here(keys: _Keys, config: Config) -> dict[str, tuple[Any, ...]]:
     """The neutral values that depend on the other keys."""
     value, positions = keys.value, keys.need("context_length")
     here: dict[str, tuple[Any, ...]] = {"embedding_length_out": (0, keys.need("embedding_length"))}
-    here["hidden_activation"] = tuple(ARCHITECTURES[keys.architecture][1].values())
+    here["hidden_activation"] = tuple(v for v in ARCHITECTURES[keys.architecture][1].values() if isinstance(v, str))
     window = value("attention.sliding_window")
     if isinstance(window, int) and window >= positions:
         here["attention.sliding_window"] = (window,)
-    if keys.architecture == "gpt2":
-        return here | {"attention.layer_norm_rms_epsilon": (config["layer_norm_epsilon"],)}
+    if keys.architecture in ("gpt2", "gptneox", "phi2"):
+        eps = config["layer_norm_epsilon" if keys.architecture == "gpt2" else "layer_norm_eps"]
+        return here | {"attention.layer_norm_rms_epsilon": (eps,)}
     yarn = value("rope.scaling.type") == "yarn"
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
     here |= {
         "attention.layer_norm_epsilon": (config["rms_norm_eps"],),
         "attention.scale": (0, (config.get("query_pre_attn_scalar") or config["head_dim"]) ** -0.5),
-        "rope.freq_base_swa": (config["rope_parameters"]["rope_theta"],),
+        "rope.freq_base_swa": (rope["rope_theta"],),
         "rope.scaling.yarn_ext_factor": (-1, 1) if yarn else (-1, 0),
         # llama.cpp multiplies YaRN's own factor by it, transformers replaces it
-        "rope.scaling.yarn_attn_factor": (_yarn_attention(config["rope_parameters"]["factor"]) if yarn else 1,),
+        "rope.scaling.yarn_attn_factor": (_yarn_attention(rope["factor"]) if yarn else 1,),
     }
-    if keys.architecture == "llama":  # the rows of q and k are in the order that llama.cpp always assumes
+    if config["model_type"] in PERMUTED:  # the rows of q and k are in the order that llama.cpp always assumes
         here["tensor_data_layout"] = ("Meta AI original pth",)
     return here
 

@@ -70,6 +70,12 @@ def _format(text: str) -> str:
     return text
 
 
+def _ngram_kind(text: str) -> str:
+    if text not in ("simple", "mod", "map_k", "map_k4v", "cache"):
+        raise ValueError(text)
+    return text
+
+
 def _flag(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError(text)
@@ -80,6 +86,7 @@ _WANTED = {
     _count: "a whole number from 1",
     _format: "fp16, int8 or int4",
     _flag: "yes or no",
+    _ngram_kind: "simple, mod, map_k, map_k4v or cache",
     str: "a path",
 }
 
@@ -235,8 +242,26 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
                 "llama_cpp",
                 "llama.cpp",
                 "gguf",
-                {},
+                {"speculative": None},
                 {"gguf": str},
+            ),
+            PeerSpec(
+                "llama.cpp-draft",
+                "the same with a draft model: llama.cpp-draft:draft=FILE.gguf, with llama.cpp's settings",
+                "llama_cpp",
+                "llama.cpp",
+                "gguf",
+                {"speculative": "draft_simple"},
+                {"gguf": str, "draft": str, "tokens": _count},
+            ),
+            PeerSpec(
+                "llama.cpp-ngram",
+                "the same with n-grams; kind=simple (the default), mod, map_k, map_k4v or cache",
+                "llama_cpp",
+                "llama.cpp",
+                "gguf",
+                {"speculative": "ngram", "kind": "simple"},
+                {"gguf": str, "kind": _ngram_kind},
             ),
             PeerSpec(
                 "openvino",

@@ -68,6 +68,14 @@ def _check(spec: PeerSpec, settings: dict[str, Any], target: Target, sampling: S
     device = target.decoder.device.type
     if device not in spec.devices:
         raise CapabilityError(f"the peer {spec.name!r} runs on the CPU here, the target on {device}; use --device cpu")
+    if settings.get("speculative") == "draft_simple":
+        draft = settings.get("draft")
+        if draft is None or not Path(draft).expanduser().is_file():
+            raise CapabilityError(
+                f"the peer {spec.name!r} needs a draft model with the same vocabulary, got {draft}; name its file as "
+                f"{spec.name}:draft=FILE.gguf"
+            )
+        settings["draft"] = str(Path(draft).expanduser().resolve())
     if settings.get("method") == "assisted":
         assistant = settings.get("assistant")
         if assistant is None:

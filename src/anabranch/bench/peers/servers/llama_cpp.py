@@ -25,6 +25,8 @@ class LlamaCpp:
         params.n_parallel = 1
         params.n_gpu_layers = 0
         params.cache_prompt = False
+        if kind := request["speculative"]:
+            _speculate(xllamacpp, params, f"ngram_{request['kind']}" if kind == "ngram" else kind, request)
         self.server: Any = xllamacpp.Server(params)
         self.address = urlsplit(self.server.listening_address)
         self.info: dict[str, Any] = {
@@ -64,6 +66,18 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp answered {answer.status}: {text[:200].decode(errors='replace')}")
         reply = json.loads(text)
         return reply["tokens"], seconds, reply["timings"]["prompt_ms"] / 1e3
+
+
+def _speculate(xllamacpp: Any, params: Any, kind: str, request: Request) -> None:
+    """Draft by one of llama.cpp's methods, with its own defaults but for what was asked for."""
+    kinds = xllamacpp.common_speculative_type
+    params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")]
+    if kind == "draft_simple":
+        draft = params.speculative.draft
+        draft.mparams.path, draft.n_gpu_layers = request["draft"], 0
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = request["threads"]
+        if "tokens" in request:
+            draft.n_max = request["tokens"]
 
 
 if __name__ == "__main__":
