@@ -145,7 +145,7 @@ def attend(
     out = torch.empty((b, r, h * e), dtype=q.dtype, device=q.device)
     bm, bl = rows_of_block(r * (h // kv)), 64
     blocks = triton.cdiv(r * (h // kv), bm)
-    shares = shares_of(blocks * b * kv, triton.cdiv(span, bl))
+    shares = shares_of(b * kv, triton.cdiv(span, bl))  # however many nodes there are, so that sums have one order
     pe = max(16, triton.next_power_of_2(e))
     parts = q
     if shares > 1:
