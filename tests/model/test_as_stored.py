@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import time
@@ -18,6 +19,7 @@ from gguf_files import TOKENS, toy_model, write_gguf
 import anabranch
 from anabranch.errors import AnabranchError, FileError, ModelError, ModelWarning, NumericsError
 from anabranch.model import as_stored, packed_file
+from anabranch.model.as_stored import describe_stored
 from anabranch.model.gguf import read_gguf
 from anabranch.model.load import Target, load_target
 from anabranch.model.native_linear import NativeLinear
@@ -26,6 +28,7 @@ from anabranch.native.library import library
 from children import in_child, together
 from small import logits_after
 from stored_rows import HALVES, raw_rows
+from verbs import Anabranch
 
 KINDS = sorted(STORED_TYPES)
 IDS = list(range(3, 43))
@@ -171,6 +174,27 @@ def test_a_file_that_has_no_kernels_is_dequantised(tmp_path: Path, kind: str, na
 def _ternary(rows: int, width: int) -> np.ndarray:
     kind = gguf.GGMLQuantizationType.TQ1_0
     return gguf.quants.quantize(np.ones((rows, width), np.float32), kind)
+
+
+@needs_kernels
+def test_info_describes_a_file_without_loading_it(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stored_file(tmp_path / "toy.gguf", mixed)
+    facts = json.loads(Anabranch(capsys, monkeypatch)("info", path, "--json").out)
+    assert not home.exists()  # nothing was packed
+    target, dense = load_target(str(path), device="cpu"), load_target(str(path), dtype="float32", device="cpu")
+    assert facts["fingerprint"] == target.fingerprint
+    assert facts["weights"] == f"as stored ({', '.join(target.formats)})"
+    assert facts["formats_mb"].keys() == set(target.formats)
+    assert facts["parameters"] == sum(parameter.numel() for parameter in dense.decoder.parameters())
+    assert facts["train_streams_with"].startswith("anabranch train streams --model")
+    assert "tokens/s with plain decoding" in Anabranch(capsys, monkeypatch)("info", path).out
+    contents = read_gguf(path)
+    described = describe_stored(target.config, contents.tensors, contents.matrices, contents.files)
+    assert described.fingerprint == target.fingerprint
+    linears = [each for each in target.decoder.modules() if isinstance(each, NativeLinear)]
+    assert described.read == sum(linear.nbytes for linear in linears)
 
 
 # -- kept for the next load ------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.reads import weight_bytes
 from anabranch.native.library import library
 
-__all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb"]
+__all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "read_rate"]
 
 REPEATS = 9
 SIDE = {"cpu": 1536, "cuda": 8192}  # of the square matrices: 7 and 1,100 GFLOP per product
@@ -68,15 +68,7 @@ def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeat
     device = decoder.device
     kind = "cuda" if device.type == "cuda" else "cpu"
     size = max(LEAST[kind], 8 * last_level_cache(device)) if buffer_bytes is None else buffer_bytes
-    kernels = library() if device.type == "cpu" else None
-    words = torch.empty(size, dtype=torch.uint8, device=device) if kernels is None else kernels.large(size)
-    words = words[: size // 8 * 8].view(torch.int64).fill_(1)
-    floats = words.view(torch.float32)
-    reads = max(
-        (_rates(read, size, device, repeats) for read in (words.sum, floats.max)),
-        key=statistics.median,
-    )
-    del words, floats
+    reads = _reads(device, size, repeats)
     side = SIDE[kind]
     square = torch.randn(side, side, device=device).to(decoder.dtype)
     products = _rates(lambda: square @ square, 2 * side**3, device, repeats)
@@ -88,6 +80,21 @@ def measure_machine(decoder: Decoder, *, buffer_bytes: int | None = None, repeat
         matrix_tflop_s=_quartiles(products, 1e12),
         weight_mb=round(weight_bytes(decoder) / 1e6, 3),
     )
+
+
+def read_rate() -> float:
+    """Bytes that all threads read in a second from the CPU's memory: the median of a few reads of 512 MiB or more."""
+    device = torch.device("cpu")
+    return statistics.median(_reads(device, max(LEAST["cpu"], 8 * last_level_cache(device)), repeats=3))
+
+
+def _reads(device: torch.device, size: int, repeats: int) -> list[float]:
+    """Bytes per second of reads of ``size`` bytes, with the faster of two kernels."""
+    kernels = library() if device.type == "cpu" else None
+    words = torch.empty(size, dtype=torch.uint8, device=device) if kernels is None else kernels.large(size)
+    words = words[: size // 8 * 8].view(torch.int64).fill_(1)
+    floats = words.view(torch.float32)
+    return max((_rates(read, size, device, repeats) for read in (words.sum, floats.max)), key=statistics.median)
 
 
 def _rates(work: Callable[[], Any], amount: int, device: torch.device, repeats: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -82,7 +83,8 @@ def info(
     """Describe this machine, a model, an adapter, a LoRA, or what each method supports.
 
     Without an argument: versions, processor, kernels, caches and measured costs, for bug reports. For a model: family,
-    sizes and the adapter shipped for it. For an adapter: target, recipe and measured acceptance. For a LoRA: base
+    sizes and the adapter shipped for it; of a quantised GGUF file, which is not loaded, also its formats, the memory
+    that it takes and an estimate of its speed. For an adapter: target, recipe and measured acceptance. For a LoRA: base
     model, rank and modules.
     """
     from anabranch.adapters.folder import CONFIG, shipped
@@ -216,6 +218,12 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
 def _model(what: str, as_json: bool) -> None:
     if what == "default":
         fetch_default()
+    elif what.endswith(".gguf"):
+        from anabranch.model.load import locate
+
+        if (stored := _stored_model(what, locate(what))) is not None:
+            _print_model(stored, as_json)
+            return
     from anabranch.adapters.folder import read_record, shipped
     from anabranch.model.kernel_use import why_not_native
     from anabranch.model.load import load_target
@@ -225,6 +233,7 @@ def _model(what: str, as_json: bool) -> None:
     fitting = [path for path in shipped() if read_record(path)["target"]["fingerprint"] == target.fingerprint]
     facts: dict[str, Any] = {
         "name": target.name,
+        "weights": "in the type of the file",
         "family": config.family,
         "parameters": sum(p.numel() for p in target.decoder.parameters()),
         "layers": config.num_layers,
@@ -241,14 +250,78 @@ def _model(what: str, as_json: bool) -> None:
         "needs_adapter_for": target.needs or None,
         "pytorch_because": why_not_native(target.decoder) or None,
     }
+    if not as_json:
+        facts["generation"] = "; ".join(target.generation.sentences()) or "no defaults of its own"
+    _print_model(facts, as_json)
+
+
+def _stored_model(what: str, path: Path) -> dict[str, Any] | None:
+    """The facts of a GGUF file that is decoded as it is stored, without loading it; None for others."""
+    import torch
+
+    from anabranch.adapters.folder import read_record, shipped
+    from anabranch.bench.machine import read_rate
+    from anabranch.model.as_stored import NotStoredError, describe_stored
+    from anabranch.model.config import needed
+    from anabranch.model.families import model_config
+    from anabranch.model.gguf import read_gguf
+
+    contents = read_gguf(path, dtype=torch.float32)
+    config = model_config(contents.config)
+    try:
+        model = describe_stored(config, contents.tensors, contents.matrices, contents.files)
+    except NotStoredError:
+        return None
+    sizes: dict[str, int] = {}
+    for matrix in contents.matrices.values():
+        sizes[matrix.kind.name] = sizes.get(matrix.kind.name, 0) + matrix.nbytes
+    formats = dict(sorted(sizes.items(), key=lambda item: -item[1]))
+    fitting = [path for path in shipped() if read_record(path)["target"]["fingerprint"] == model.fingerprint]
+    rate = read_rate()
+    cached = 4 * config.num_layers * config.num_kv_heads * config.head_dim  # keys and values in bf16
+    return {
+        "name": what,
+        "weights": f"as stored ({', '.join(formats)})",
+        "formats_mb": {name: round(size / 1e6, 1) for name, size in formats.items()},
+        "family": config.family,
+        "parameters": model.parameters,
+        "layers": config.num_layers,
+        "width": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "vocabulary": config.vocab_size,
+        "max_positions": config.max_positions,
+        "dtype": "bfloat16",
+        "fingerprint": model.fingerprint,
+        "folder": str(path),
+        "weights_mb": round(model.resident / 1e6, 1),
+        "cache_mb_per_1000_tokens": round(cached * 1000 / 1e6, 1),
+        "read_gb_s": round(rate / 1e9, 1),
+        "tokens_per_second_limit": round(rate / model.read, 1),
+        "shipped_adapter": str(fitting[0]) if fitting else None,
+        "train_streams_with": None if fitting else f"anabranch train streams --model {shlex.quote(what)} --out FOLDER",
+        "generation": {},
+        "needs_adapter_for": needed(contents.config) or None,
+        "pytorch_because": None,
+    }
+
+
+def _print_model(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts))
         return
     from anabranch.cli.layout import print_facts
 
-    facts["shipped_adapter"] = fitting[0].name if fitting else "none"
-    facts["generation"] = "; ".join(target.generation.sentences()) or "no defaults of its own"
-    facts["needs_adapter_for"] = f"{target.needs}: it is another model without it" if target.needs else "nothing"
+    fitting, needs = facts["shipped_adapter"], facts["needs_adapter_for"]
+    facts["shipped_adapter"] = Path(fitting).name if fitting else "none"
+    facts["generation"] = facts["generation"] or "no defaults of its own"
+    facts["needs_adapter_for"] = f"{needs}: it is another model without it" if needs else "nothing"
+    if "formats_mb" in facts:
+        facts["formats_mb"] = ", ".join(f"{name} {size:,}" for name, size in facts["formats_mb"].items())
+        limit = facts.pop("tokens_per_second_limit")
+        facts["estimate"] = f"up to {limit:,} tokens/s with plain decoding, at the read rate measured now"
+        if facts["train_streams_with"] is None:
+            del facts["train_streams_with"]
     slow = facts.pop("pytorch_because")
     facts["kernels"] = f"PyTorch's ({slow}): near-ties in bf16 may differ with drafts" if slow else "native"
     print_facts({"": {key.replace("_", " "): _value(value) for key, value in facts.items()}})

@@ -201,9 +201,12 @@ class Prompts:
 def load(loading: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
     """Load the model and adapters; the default model is downloaded first if necessary, with a progress bar."""
     from anabranch.cli import models
+    from anabranch.cli.show import Wait, packing_progress
     from anabranch.loading import load as load_config
 
-    return load_config(loading, pack=pack, adapters=adapters, fetch=models.fetch_default)
+    with Wait() as wait:
+        progress = packing_progress(wait)
+        return load_config(loading, pack=pack, adapters=adapters, fetch=models.fetch_default, progress=progress)
 
 
 def check_at_least(least: int, **values: int | None) -> None:

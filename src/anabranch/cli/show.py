@@ -46,6 +46,7 @@ __all__ = [
     "load_model",
     "name_defaults",
     "note",
+    "packing_progress",
     "passes",
     "prompt_ids",
     "prompt_progress",
@@ -74,6 +75,7 @@ PASSES = {
 
 # C0 without tab and newline, DEL, C1, and the embeddings, overrides and isolates that reorder text
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+BAR = 30  # characters of a bar of progress
 PATIENCE = 1.0  # seconds before the progress of a prompt is shown
 
 
@@ -208,6 +210,16 @@ def prompt_progress(wait: Wait) -> Callable[[int, int], None]:
     def tell(done: int, total: int) -> None:
         if done < total and time.monotonic() - began > PATIENCE:
             wait.tell(f"reading prompt: {done:,} of {total:,} tokens")
+
+    return tell
+
+
+def packing_progress(wait: Wait) -> Callable[[int, int], None]:
+    """A callback that shows a bar of progress while weights are packed."""
+
+    def tell(done: int, total: int) -> None:
+        filled = BAR * done // total
+        wait.tell(f"packing the weights [{'#' * filled}{'.' * (BAR - filled)}] {100 * done // total} %")
 
     return tell
 
@@ -423,7 +435,7 @@ def load_model(loading: LoadConfig, drafter: str | None, call: Keywords, wait: W
         fetch_default()
         wait.tell(said)
 
-    loaded = load(loading, fetch=fetch)
+    loaded = load(loading, fetch=fetch, progress=packing_progress(wait))
     if loaded.target.generation.honoured:
         wait.clear()
         name_defaults(loaded.target, text=True)

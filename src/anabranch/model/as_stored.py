@@ -36,13 +36,13 @@ from anabranch.model.stack import NativeBackend, Stack
 from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
 from anabranch.native import library as native
 
-__all__ = ["NotStoredError", "Packing", "fill_as_stored", "formats_of"]
+__all__ = ["NotStoredError", "Packing", "StoredModel", "describe_stored", "fill_as_stored", "formats_of"]
 
 Packing: TypeAlias = Callable[[int, int], None]
 """A callback (done, total) in bytes, called after each weight that was packed."""
 
 LAYOUT = 1  # version of the layout of packed weights
-EMBEDDING, HEAD = "embedding.weight", "head.weight"
+EMBEDDING, HEAD, LAST_NORM = "embedding.weight", "head.weight", "norm.weight"
 
 
 class NotStoredError(Exception):
@@ -69,6 +69,10 @@ class _Run(NamedTuple):
     def blocks(self) -> int:
         count = len(self.matrix.rows) if self.rows is None else len(self.rows)
         return -(-count // native.BLOCK)
+
+    def pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """The rows [n, bytes of a row], some at a time, whose pages are given back after use."""
+        return self.matrix.pieces(self.rows, native.BLOCK)
 
 
 @dataclass(frozen=True)
@@ -124,12 +128,12 @@ class _Weight:
         """The weight in packed blocks. Raises NumericsError for a scale that is not finite."""
         packed, memory = kernels.stored(self.types(), *self.shape)
         for run in self.runs():
-            finite = kernels.pack_stored(
-                packed, run.first, int(run.matrix.kind), np.asarray(run.matrix.rows), run.rows, every=run.every
-            )
-            run.matrix.give_back()
-            if not finite:
-                raise _not_finite(run.name)
+            kind, block = int(run.matrix.kind), run.first
+            for rows in run.pieces():
+                finite = kernels.pack_stored(packed, block, kind, rows, every=run.every)
+                if not finite:
+                    raise _not_finite(run.name)
+                block += len(rows) // native.BLOCK * run.every
         return StoredWeight(packed, memory)
 
 
@@ -168,12 +172,7 @@ def fill_as_stored(
     Raises NotStoredError where the kernels cannot multiply these weights as they are stored; ModelError, NumericsError
     and DeviceError as ``fill_decoder``.
     """
-    if not matrices:
-        raise NotStoredError("the file is not quantised")
-    if (kernels := native.library()) is None:
-        raise NotStoredError(native.why_not())
-    decoder = described_decoder(config, tensors, dtype=torch.bfloat16)
-    weights = {name: _weight(decoder, name, matrices) for name in _names(decoder)}
+    kernels, decoder, weights = _planned(config, tensors, matrices)
     others = [name for name, _ in sorted(decoder.named_parameters()) if name not in weights]
     for name in others:
         shape = decoder.get_parameter(name).shape
@@ -182,14 +181,64 @@ def fill_as_stored(
         made = value.float() if name.endswith(".bias") else value.to(torch.bfloat16)
         check_finite(decoder.config, name, value, made)
         put(decoder, name, made.clone())
-    if why := why_not_native(decoder):
-        raise NotStoredError(why)
     parameters = [name for name, _ in sorted(decoder.named_parameters())]
     packed = _found(kernels, weights, files) if keep else None
     if packed is None:
         packed = _pack(decoder, kernels, weights, parameters, files, keep=keep, progress=progress)
     _replace(decoder, kernels, weights, packed)
     return decoder, packed.fingerprint
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model that can be decoded as it is stored, before it is loaded.
+
+    read         bytes of weights that a token reads
+    resident     bytes of packed weights and of the embedding
+    fingerprint  as of the loaded model
+    """
+
+    config: ModelConfig
+    parameters: int
+    read: int
+    resident: int
+    fingerprint: str
+
+
+def describe_stored(
+    config: ModelConfig, tensors: Mapping[str, Tensor], matrices: Mapping[str, FileMatrix], files: Sequence[Path]
+) -> StoredModel:
+    """Describe a model without packing it; the arguments are those of ``fill_as_stored``. Raises NotStoredError."""
+    kernels, decoder, weights = _planned(config, tensors, matrices)
+    sizes = {name: kernels.stored_bytes(w.types(), w.shape[1]) for name, w in weights.items() if name != EMBEDDING}
+    read = sum(sizes.values())
+    resident = read + weights[EMBEDDING].parts[0][1].nbytes
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    kept = PackedFile.find(files, key_of(files, _layout()))
+    if kept is not None:
+        return StoredModel(decoder.config, count, read, resident, str(kept.facts["fingerprint"]))
+    identity = Identity(decoder.config)
+    for name, parameter in sorted(decoder.named_parameters()):
+        if name in weights:
+            identity.add_sample(name, parameter.shape, weights[name].sample())
+        else:
+            identity.add(name, assemble(decoder.config, tensors, name, parameter.shape))
+    return StoredModel(decoder.config, count, read, resident, identity.fingerprint)
+
+
+def _planned(
+    config: ModelConfig, tensors: Mapping[str, Tensor], matrices: Mapping[str, FileMatrix]
+) -> tuple[native.Library, Decoder, dict[str, _Weight]]:
+    """The kernels, a decoder on ``meta`` but for its last norm, and what is packed. Raises NotStoredError."""
+    if not matrices:
+        raise NotStoredError("the file is not quantised")
+    if (kernels := native.library()) is None:
+        raise NotStoredError(native.why_not())
+    decoder = described_decoder(config, tensors, dtype=torch.bfloat16)
+    put(decoder, LAST_NORM, assemble(decoder.config, tensors, LAST_NORM, decoder.norm.weight.shape).to(torch.bfloat16))
+    if why := why_not_native(decoder):  # which asks for the type and device of this norm
+        raise NotStoredError(why)
+    return kernels, decoder, {name: _weight(decoder, name, matrices) for name in _names(decoder)}
 
 
 # -- the weights of a decoder ----------------------------------------------------------------------
@@ -280,6 +329,14 @@ def _rows(entry: PackedFile, weight: _Weight) -> Tensor:
     return entry.part(EMBEDDING).view(matrix.rows.shape)
 
 
+def _copied(table: FileMatrix) -> Tensor:
+    rows, first = torch.empty(table.rows.shape, dtype=torch.uint8), 0
+    for piece in table.pieces():
+        rows[first : first + len(piece)] = torch.from_numpy(np.array(piece))
+        first += len(piece)
+    return rows
+
+
 def _pack(
     decoder: Decoder,
     kernels: native.Library,
@@ -309,7 +366,7 @@ def _pack(
             if name != EMBEDDING:
                 made[name] = weight.pack(kernels)
             if writer is not None:
-                writer.add(name, table.stored_rows() if name == EMBEDDING else made[name].memory.numpy())
+                writer.add(name, table.pieces() if name == EMBEDDING else [made[name].memory.numpy()])
             done += sum(matrix.nbytes for _, matrix in weight.parts)
             if progress is not None:
                 progress(done, total)
@@ -318,6 +375,5 @@ def _pack(
         if writer is not None:
             writer.discard()
     # a copy, since the file may be replaced while the model is in use; in the cache directory it stays
-    rows = torch.from_numpy(table.stored_rows().copy()) if entry is None else _rows(entry, weights[EMBEDDING])
-    table.give_back()
+    rows = _copied(table) if entry is None else _rows(entry, weights[EMBEDDING])
     return _Packed(made, rows, identity.fingerprint)

@@ -164,6 +164,7 @@ def _load_gguf(
     # the dequantised values, so that the fingerprint does not depend on the dtype
     contents = read_gguf(path, dtype=torch.float32)
     config = model_config(contents.config)
+    give_back()  # making a tokenizer leaves holes
     filled = None
     if rounding is None and wanted is None and place.type == "cpu" and lora is None:
         filled = _as_stored(path, config, contents, keep=keep, progress=progress)

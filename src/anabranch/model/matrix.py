@@ -6,6 +6,7 @@ N outputs (rows), D inputs.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
-_INFINITE = 0x7C00  # the exponent of halves that are not finite
+_INFINITE = 0x7C  # the exponent of halves that are not finite, in their second byte
+AT_ONCE = 1 << 24  # bytes of rows that are in memory at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +49,30 @@ class FileMatrix:
         """Bytes in the file."""
         return self.rows.nbytes
 
-    def stored_rows(self) -> NDArray[np.uint8]:
-        """The rows in the order of the outputs [N, bytes of a row]."""
-        return np.asarray(self.rows) if self.order is None else np.asarray(self.rows)[self.order]
+    def pieces(self, order: NDArray[np.int64] | None = None, multiple: int = 1) -> Iterator[NDArray[np.uint8]]:
+        """The rows of outputs [n, bytes of a row], some at a time; their pages are given back after use.
+
+        order     the rows, in this order; None: as ``order`` of the matrix says
+        multiple  of which each n is one, but for the last
+        """
+        order = self.order if order is None else order
+        count = len(self.rows) if order is None else len(order)
+        size = max(1, AT_ONCE // max(1, self.rows.shape[1]) // multiple) * multiple
+        for first in range(0, count, size):
+            part = slice(first, first + size)
+            yield np.asarray(self.rows)[part] if order is None else np.asarray(self.rows)[order[part]]
+            if order is None:
+                self._give_back(first, len(self.rows[part]))
+        self._give_back(0, len(self.rows))
 
     def finite(self) -> bool:
         """Whether all scales and minima are finite."""
-        size_bytes = GGML_QUANT_SIZES[self.kind][1]
-        blocks = np.asarray(self.rows).reshape(-1, size_bytes)
-        exponents = (blocks[:, at + 1] & (_INFINITE >> 8) for at in _HALVES.get(self.kind.name, ()))
-        return not any(bool((exponent == _INFINITE >> 8).any()) for exponent in exponents)
+        places = _HALVES.get(self.kind.name, ())
+        for rows in self.pieces():
+            blocks = rows.reshape(-1, GGML_QUANT_SIZES[self.kind][1])
+            if any(bool(((blocks[:, at + 1] & _INFINITE) == _INFINITE).any()) for at in places):
+                return False
+        return True
 
     def values(self, flat: NDArray[np.int64]) -> NDArray[np.float32]:
         """Some values of the flattened weight [n]: only their blocks are dequantised."""
@@ -64,18 +80,19 @@ class FileMatrix:
         outputs, columns = np.divmod(flat, self.width)
         where = outputs if self.order is None else self.order[outputs]
         blocks = np.asarray(self.rows).reshape(len(self.rows), -1, size_bytes)[where, columns // size]
+        self._give_back(0, len(self.rows))
         dense = dequantize(blocks.reshape(1, -1), self.kind)  # as one row: gguf takes 16 rows at a time
         return np.asarray(dense.reshape(-1, size)[np.arange(len(flat)), columns % size], np.float32)
 
-    def give_back(self) -> None:
-        """Drop the rows' pages from memory if they belong to a mapped file; the next access reads them again."""
+    def _give_back(self, first: int, count: int) -> None:
+        """Drop the pages of rows of a mapped file from memory; the next access reads them again."""
         pages = _mapping(self.rows)
         if pages is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        first = self.rows.__array_interface__["data"][0] - np.frombuffer(pages, np.uint8).__array_interface__["data"][0]
-        start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE  # pages shared with a neighbour stay
-        if first + self.nbytes > start:
-            pages.madvise(mmap.MADV_DONTNEED, start, first + self.nbytes - start)
+        begin = np.frombuffer(pages, np.uint8).__array_interface__["data"][0]
+        start = self.rows.__array_interface__["data"][0] - begin + first * self.rows.shape[1]
+        start, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + count * self.rows.shape[1]
+        pages.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def _mapping(array: Any) -> mmap.mmap | None:

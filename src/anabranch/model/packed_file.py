@@ -19,7 +19,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -134,15 +134,16 @@ class PackedWriter:
         except OSError as error:
             self._fail(error.strerror or str(error))
 
-    def add(self, name: str, data: NDArray[np.uint8]) -> None:
-        """Write a part."""
+    def add(self, name: str, pieces: Iterable[NDArray[np.uint8]]) -> None:
+        """Write a part, in pieces."""
         if self._file is None:
             return
         try:
             at = -(-self._file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE
             self._file.seek(at)
-            self._file.write(np.ascontiguousarray(data).data)
-            self._parts[name] = (at, data.nbytes)
+            for piece in pieces:
+                self._file.write(np.ascontiguousarray(piece).data)
+            self._parts[name] = (at, self._file.tell() - at)
         except OSError as error:
             self._fail(error.strerror or str(error))
 
