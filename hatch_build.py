@@ -21,7 +21,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path(__file__).parent / "src" / "anabranch" / "native"
-TARGET = ("-target", "x86_64-linux-gnu.2.17")
+TARGET = ("-target", "x86_64-linux-gnu.2.17", "-g0")  # Zig's compiler writes debug information unless told otherwise
 TAG = "py3-none-manylinux_2_17_x86_64"
 
 
