@@ -137,14 +137,21 @@ def test_every_cell_decodes_exactly_or_raises_its_sentence(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("dtype", "quantize"),
-    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")],
+    ("dtype", "quantize", "kv"),
+    [
+        (torch.float32, "none", "auto"),
+        *((torch.bfloat16, "none", kv) for kv in ("auto", "int8")),
+        (torch.bfloat16, "int8", "auto"),
+        *((torch.bfloat16, "int4", kv) for kv in ("auto", "int8")),
+    ],
     ids=str,
 )
-def test_every_cell_on_the_native_kernels(dtype: torch.dtype, quantize: str) -> None:
+def test_every_cell_on_the_native_kernels(dtype: torch.dtype, quantize: str, kv: str) -> None:
     if native.library() is None:
         pytest.skip(f"the native kernels are not available: {native.why_not()}")
     stand_in = made(dtype, quantize, packed=True)
+    if kv == "int8":
+        stand_in.target.decoder.quantize_cache()
     plain = plain_of(stand_in)
     for drafter in fitting(stand_in):
         check_exact(stand_in, drafter, plain)
@@ -213,6 +220,7 @@ def test_the_matrix_has_every_method_and_follows_the_registry(monkeypatch: pytes
         ("streams", {"prompts": 0}, "prompts must be a whole number of at least 1, got 0"),
         ("streams", {"prompts": 2, "stream": True}, "stream takes one prompt at a time, got 2"),
         ("streams", {"quantize": "int3"}, "quantize must be one of"),
+        ("streams", {"kv": "int4"}, "kv must be one of auto, int8, got 'int4' (did you mean 'int8'?)"),
         ("streams", {"dtype": "int32"}, "the dtype 'int32' is not known"),
         ("streams", {"device": "abacus"}, "the device 'abacus' is not known"),
         ("streams+none", {}, "'none' cannot be combined"),

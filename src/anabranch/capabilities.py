@@ -132,17 +132,18 @@ def supports(
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
     quantize: str = "auto",
+    kv: str = "auto",
     prompts: int = 1,
     stream: bool = False,
     **options: Unpack[Keywords],
 ) -> Support:
     """Return whether this combination is supported, given a target that has whatever the drafter needs.
 
-    drafter                  a specification; None: "auto"
-    device, dtype, quantize  as for ``load``
-    prompts                  the number of prompts decoded together
-    stream                   whether the call is ``Model.stream``
-    options                  those of ``Model.generate``
+    drafter                      a specification; None: "auto"
+    device, dtype, quantize, kv  as for ``load``
+    prompts                      the number of prompts decoded together
+    stream                       whether the call is ``Model.stream``
+    options                      those of ``Model.generate``
 
         >>> supports("streams", rule="rejection", temperature=1.0).reason
         "best-first trees hold the most probable nodes, not sampled ones, so rule='rejection' is not exact; ..."
@@ -154,8 +155,8 @@ def supports(
 
     def question() -> None:
         check_named_once(drafter, options)
-        loading.check(loading.LoadConfig(dtype=dtype, device=device, quantize=quantize))
-        stand_in = StandIn.of(device, dtype, quantize)
+        loading.check(loading.LoadConfig(dtype=dtype, device=device, quantize=quantize, kv=kv))
+        stand_in = StandIn.of(device, dtype, quantize, kv)
         given: Keywords = options if drafter is None else {**options, "drafter": drafter}
         refuse(stand_in.target, given, lambda spec: stand_in.drafter(spec or AUTO), prompts=prompts, stream=stream)
 
@@ -180,12 +181,15 @@ class StandIn:
         self._modules: dict[str, TrainedModule] = {}
 
     @staticmethod
-    def of(device: str = "auto", dtype: str | torch.dtype = "auto", quantize: str = "auto") -> StandIn:
+    def of(
+        device: str = "auto", dtype: str | torch.dtype = "auto", quantize: str = "auto", kv: str = "auto"
+    ) -> StandIn:
         """The stand-in of a kind, packed as ``load`` packs a target; made on first use.
 
-        Where the type is left open, it is bf16, as in most published models. Raises what ``loading.check`` raises.
+        Where the type is left open, it is bf16, as in most published models. Raises what ``loading.check`` raises, and
+        CapabilityError for a cache in int8 without the native kernels.
         """
-        return _stand_in(resolve_device(device), resolve_dtype(dtype) or torch.bfloat16, quantize)
+        return _stand_in(resolve_device(device), resolve_dtype(dtype) or torch.bfloat16, quantize, kv)
 
     def drafter(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification. Raises InputError or CapabilityError."""
@@ -224,11 +228,13 @@ class StandIn:
 
 
 @lru_cache(maxsize=4)
-def _stand_in(device: torch.device, dtype: torch.dtype, quantize: str) -> StandIn:
+def _stand_in(device: torch.device, dtype: torch.dtype, quantize: str, kv: str) -> StandIn:
     made = StandIn(device, dtype, quantize)
     with warnings.catch_warnings():  # nothing will be decoded, so it does not matter how fast
         warnings.simplefilter("ignore", PerformanceWarning)
         pack_decoder(made.target.decoder)
+    if kv == "int8":
+        made.target.decoder.quantize_cache()
     return made
 
 

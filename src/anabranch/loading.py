@@ -60,6 +60,13 @@ class LoadConfig:
     revision: Annotated[str | None, Option("take this branch, tag or commit of a hub id")] = None
     threads: Annotated[int | None, Option("use this many CPU threads (default: all allowed)")] = None
     lora: Annotated[Path | None, Option("merge this LoRA (PEFT's format) into the model", metavar="FOLDER")] = None
+    kv: Annotated[
+        str,
+        Option(
+            "keep keys and values in the type of the weights (auto) or in int8, for which the result is the target",
+            values=("auto", "int8"),
+        ),
+    ] = "auto"
     cache: Annotated[bool, Option("keep packed weights in the cache directory", flags=("--cache/--no-cache",))] = True
     loras: tuple[tuple[str, Path], ...] = ()
 
@@ -86,6 +93,7 @@ def check(config: LoadConfig) -> None:
     for a device that does not exist, CapabilityError for a LoRA that cannot be chosen by requests.
     """
     from anabranch.adapters.folder import read_record
+    from anabranch.model.cache import check_kind
     from anabranch.model.load import resolve_device, resolve_dtype
     from anabranch.model.peft import read_settings
     from anabranch.model.quantize import check_quantization
@@ -95,6 +103,7 @@ def check(config: LoadConfig) -> None:
     if config.threads is not None and (not isinstance(config.threads, int) or config.threads < 1):
         raise InputError(f"threads must be at least 1, got {config.threads!r}")
     check_quantization(config.quantize)
+    check_kind(config.kv)
     resolve_dtype(config.dtype)
     resolve_device(config.device)
     for folder in config.adapters:
@@ -170,11 +179,25 @@ def _load(config: LoadConfig, *, pack: bool, adapters: bool, progress: Packing |
     read = time.perf_counter()
     if pack:
         pack_decoder(target.decoder)
+    if config.kv == "int8":
+        if not pack:
+            raise CapabilityError(
+                "kv='int8' is for decoding with packed weights, and these stay as they are; leave kv out"
+            )
+        target.decoder.quantize_cache()
     loaded = Loaded(target, trained, read - began, time.perf_counter() - read)
     dtype = str(target.decoder.dtype).removeprefix("torch.")
     LOGGER.info(
-        "loaded %s in %.1f s, packed in %.1f s: %s on %s, quantize=%s, adapters of %s",
-        *(target.title, loaded.load_seconds, loaded.pack_seconds, dtype, target.decoder.device, target.quantize),
+        "loaded %s in %.1f s, packed in %.1f s: %s on %s, quantize=%s, kv=%s, adapters of %s",
+        *(
+            target.title,
+            loaded.load_seconds,
+            loaded.pack_seconds,
+            dtype,
+            target.decoder.device,
+            target.quantize,
+            config.kv,
+        ),
         ", ".join(adapter.method.name for adapter in trained) or "no method",
     )
     return loaded

@@ -67,7 +67,7 @@ def test_parameters_and_build_are_inverse() -> None:
 def test_shared_options_have_pythons_defaults() -> None:
     signature = inspect.signature(api.load).parameters
     assert signature["name"].default == LoadConfig().model
-    for name in ("dtype", "device", "quantize", "revision", "threads", "lora"):
+    for name in ("dtype", "device", "quantize", "revision", "threads", "lora", "kv"):
         assert signature[name].default == getattr(LoadConfig(), name), name
     assert options.params(CertifyConfig().sampling) == SamplingParams()
     assert {*options.SAMPLING} == {found.name for found in fields(SamplingParams)} - {"processors"}
@@ -98,8 +98,15 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [LoadConfig(dtype="int3"), LoadConfig(device="tpu"), LoadConfig(quantize="int2"), LoadConfig(threads=0)]
+    "config",
+    [
+        LoadConfig(dtype="int3"),
+        LoadConfig(device="tpu"),
+        LoadConfig(quantize="int2"),
+        LoadConfig(kv="int4"),
+        LoadConfig(threads=0),
+    ],
 )
 def test_invalid_options_are_refused_before_loading(config: LoadConfig) -> None:
-    with pytest.raises(AnabranchError, match=r"int3|tpu|int2|got 0"):
+    with pytest.raises(AnabranchError, match=r"int3|tpu|int2|int4|got 0"):
         check(config)

@@ -28,7 +28,9 @@ def test_the_package_is_silent_unless_logging_is_configured(toys: ToyFolders) ->
 def test_loading_is_logged(toys: ToyFolders, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "anabranch"):
         load(LoadConfig(str(toys.model), (toys.adapter,), "float32", "cpu"))
-    assert any("float32 on cpu, quantize=none, adapters of streams" in each.getMessage() for each in caplog.records)
+    assert any(
+        "float32 on cpu, quantize=none, kv=auto, adapters of streams" in each.getMessage() for each in caplog.records
+    )
     assert {each.name for each in caplog.records} == {"anabranch"}
 
 

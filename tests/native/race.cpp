@@ -61,7 +61,7 @@ void* runner_of(int threads) {
 }
 
 // what a pass of all layers, a product, a choice and a draw yield
-std::vector<float> results(int kind, void* runner) {
+std::vector<float> results(int kind, void* runner, int quantized_cache) {
   noise = 1;
   const bool floats = kind == FLOAT;
   std::vector<float> ones(D, 1.0f), angles(CAPACITY * E, 0.5f), found, x = drawn<float>(ROWS * D);
@@ -83,7 +83,8 @@ std::vector<float> results(int kind, void* runner) {
   shape.d = D, shape.heads = HEADS, shape.kv_heads = KV, shape.e = E, shape.inner = INNER, shape.rope_dim = E;
   shape.activation = SILU, shape.gated = 1, shape.eps = 1e-5f, shape.scale = 0.2f;
   shape.residual_scale = shape.embedding_scale = 1.0f;
-  shape.row_stride = KV * CAPACITY * E, shape.head_stride = CAPACITY * E;
+  const int64_t cached = quantized_cache ? E + E / 8 : E;
+  shape.quantized_cache = quantized_cache, shape.row_stride = KV * CAPACITY * cached, shape.head_stride = CAPACITY * cached;
   const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
   const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, 0, x.data(), angles.data(), angles.data(), starts, lengths, parents,
                           nullptr};
@@ -117,14 +118,15 @@ std::vector<float> results(int kind, void* runner) {
 }  // namespace
 
 int main() {
-  for (const int kind : {BF16, FLOAT, INT8, INT4}) {
+  for (const auto& [kind, quantized_cache] : {std::pair{BF16, 0}, {FLOAT, 0}, {INT8, 0}, {INT4, 0}, {BF16, 1}, {FLOAT, 1}}) {
     void* alone = runner_of(1);
-    const std::vector<float> wanted = results(kind, alone);
+    const std::vector<float> wanted = results(kind, alone, quantized_cache);
     delete static_cast<Runner*>(alone);
     for (const int threads : {2, 3, 5}) {
       void* runner = runner_of(threads);
       for (int again = 0; again < 4; ++again)
-        expect(std::memcmp(results(kind, runner).data(), wanted.data(), sizeof(float) * wanted.size()) == 0, "other results");
+        expect(std::memcmp(results(kind, runner, quantized_cache).data(), wanted.data(), sizeof(float) * wanted.size()) == 0,
+               "other results");
       delete static_cast<Runner*>(runner);
     }
   }

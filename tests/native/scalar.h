@@ -128,6 +128,7 @@ inline U32x16 masked_load_u32(const int64_t* p, int n) {
 // ---- memory -------------------------------------------------------------------------------------------------------
 
 inline float widened(float x) { return x; }
+inline float widened(int8_t x) { return static_cast<float>(x); }
 inline float widened(bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float y;

@@ -116,6 +116,18 @@ def test_a_tree_is_its_paths_to_the_bit(other: str, name: str, form: str) -> Non
 
 
 @in_every_other_form
+@pytest.mark.parametrize("form", ["bfloat16", "float32"])
+def test_a_quantized_cache(other: str, form: str) -> None:
+    for name in ("llama", "three vectors a head"):
+        test_kernels.test_a_tree_is_its_paths_to_the_bit(name=name, form=form + test_kernels.CACHED)
+    plain, quantized = (
+        test_kernels.prompt_and_tree(test_kernels.packed(test_kernels.BASE, name)).float()
+        for name in (form, form + test_kernels.CACHED)
+    )
+    assert 0 < (quantized - plain).abs().mean() < 0.04 * plain.std()
+
+
+@in_every_other_form
 @pytest.mark.parametrize("form", test_kernels.FORMS)
 def test_a_ragged_pass_is_its_rows_to_the_bit(other: str, form: str) -> None:
     test_kernels.test_a_ragged_pass_is_its_rows_to_the_bit(name="llama", form=form)

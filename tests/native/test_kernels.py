@@ -119,10 +119,15 @@ RAGGED = ["llama", "one kv head", "sliding window (mistral)", *list(CASES)[-6:]]
 
 TYPES = [torch.bfloat16, torch.float32]
 FORMS = ["bfloat16", "compact", "float32", "int8", "int4"]
+CACHED = ", int8 cache"  # behind the name of a form: keys and values are in int8
 
 
 def packed(config: ModelConfig, form: str) -> Decoder:
     """A decoder on the kernels, its weights in one of ``FORMS``."""
+    if form.endswith(CACHED):
+        model = packed(config, form.removesuffix(CACHED))
+        model.quantize_cache()
+        return model
     model = decoder(config, torch.float32 if form == "float32" else torch.bfloat16)
     if form in ("int8", "int4"):
         quantize_decoder(model, form)
@@ -171,10 +176,24 @@ def decoder(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, seed: int 
 
 
 def cache(model: Decoder, rows: int = 1) -> Cache:
-    made = Cache(model.config, rows=rows, capacity=256, dtype=model.dtype, device=model.device)
+    same = {"dtype": model.dtype, "device": model.device, "quantized": model.quantized_cache}
+    made = Cache(model.config, rows=rows, capacity=256, **same)
     for _ in range(rows):
         made.add_row()
     return made
+
+
+def fill(memory: Cache, seed: int) -> None:
+    """Write normal noise to all keys and values of a cache."""
+    source = torch.Generator().manual_seed(seed)
+    for store in (memory.keys, memory.values):
+        if memory.quantized:
+            e = memory.config.head_dim
+            store.copy_(torch.randint(0, 256, store.shape, generator=source))
+            scales = torch.rand(*store.shape[:-1], e // 32, generator=source) / 64
+            store[..., e:] = scales.view(torch.uint8)
+        else:
+            store.copy_(torch.randn(store.shape, generator=source))
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -245,8 +264,7 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
     source = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     lengths = [int(source.integers(1, 60)) if count else 7 for count in counts]
     memory = cache(model, rows=len(counts))
-    for store in (memory.keys, memory.values):
-        store.copy_(torch.from_numpy(source.standard_normal(store.shape)))
+    fill(memory, int(source.integers(2**31)))
     before = memory.keys.clone(), memory.values.clone()
     parents = [np.array([int(source.integers(-1, i)) for i in range(count)], np.int64) for count in counts]
     words = [source.integers(0, BASE.vocab_size, count) for count in counts]
@@ -319,8 +337,7 @@ def test_streams_of_some_rows_trail_to_the_bit(shape: dict[str, object], form: s
     trail = NativeTrail(model, adapter_for(model, **shape), 3)
     source = torch.Generator().manual_seed(0)
     memory, main = cache(model, rows=4), torch.randn(9, BASE.hidden_size, generator=source)
-    for store in (memory.keys, memory.values):
-        store.copy_(torch.randn(store.shape, generator=source))
+    fill(memory, 1)
     memory.lengths[:] = [30, 7, 55, 1]
     nodes, emitted = [1, 2, 4, 6], [5, 6, 7, 8]
     whole = trail.run(main, nodes, emitted, [3] * 4, memory).view(4, 3, -1)
@@ -444,7 +461,7 @@ def test_speculation_gives_the_same_tokens(name: str, rows: int, form: str) -> N
         assert decode(StreamDrafter(model, adapter, options), rows) == plain
     assert decode(StreamDrafter(model, adapter, StreamSettings(nodes=24, prune=7)), rows) == plain
     assert decode(StreamDrafter(model, adapter, StreamSettings(nodes=24, prune=7, placement="ride")), rows) == plain
-    if form == "bfloat16":
+    if form.startswith("bfloat16"):
         led = [(StreamSettings(nodes=12), 2), (StreamSettings(tree="chain"), 3), (StreamSettings(nodes=2), 2)]
         for options, lead in (*led, (StreamSettings(nodes=12, copy=True), 2)):
             assert decode(LedStreamDrafter(model, adapter, options, tokens=lead), rows) == plain

@@ -24,7 +24,6 @@ from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Spec, make_drafter
-from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
 from anabranch.options import requests
@@ -152,7 +151,7 @@ def last_logits(target: Target, text: Sequence[int], width: int, *, prompt: int)
     decoder = target.decoder
     assert decoder.rider is None or width <= len(text) - prompt + 1, "tokens with and without the target's own rows"
     capacity = len(text) * (1 if decoder.rider is None else decoder.rider.places)
-    cache = Cache(target.config, rows=1, capacity=capacity, dtype=decoder.dtype, device=decoder.device)
+    cache = decoder.new_cache(1, capacity)
     cache.add_row(decoder.rope().prompt(prompt, len(text)))
     start = len(text) - width
     bare = start if decoder.rider is None else min(start, prompt - 1)

@@ -320,6 +320,7 @@ def _description(
         **({"generation_config": defaults} if (defaults := loaded.target.generation.of_tokens) else {}),
         "chat_template": not prompts.raw,
         "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
+        **({"kv": "int8"} if loaded.target.decoder.quantized_cache else {}),
         "repeats": config.repeats,
         "near_ties": near_ties(loaded.target.decoder),
     }

@@ -225,6 +225,7 @@ def _model(what: str, as_json: bool) -> None:
             _print_model(stored, as_json)
             return
     from anabranch.adapters.folder import read_record, shipped
+    from anabranch.model.cache import bytes_per_token
     from anabranch.model.kernel_use import why_not_native
     from anabranch.model.load import load_target
 
@@ -243,6 +244,8 @@ def _model(what: str, as_json: bool) -> None:
         "vocabulary": config.vocab_size,
         "max_positions": config.max_positions,
         "dtype": str(target.decoder.dtype).removeprefix("torch."),
+        "cache_bytes_per_token": bytes_per_token(config, target.decoder.dtype),
+        "cache_bytes_per_token_int8": bytes_per_token(config, target.decoder.dtype, quantized=True),
         "fingerprint": target.fingerprint,
         "folder": None if target.path is None else str(target.path),
         "shipped_adapter": str(fitting[0]) if fitting else None,

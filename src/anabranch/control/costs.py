@@ -188,7 +188,7 @@ def _time_passes(target: Decoder) -> tuple[list[float], dict[int, list[float]], 
     widths = [width for width in WIDTHS if width <= longest]
     context, places = max(0, min(CONTEXT, longest - WIDTHS[-1])), 1 if target.rider is None else target.rider.places
     capacity = context + places * WIDTHS[-1]
-    cache = Cache(target.config, rows=1, capacity=capacity, dtype=target.dtype, device=target.device, kernels=kernels)
+    cache = target.new_cache(1, capacity)
     cache.add_row()
 
     def once(width: int, length: int, need: Literal["hidden", "tokens"] = "tokens") -> float:

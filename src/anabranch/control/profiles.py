@@ -85,7 +85,8 @@ class Situation:
         return Situation(
             fingerprint=target.fingerprint,
             adapter="+".join(sorted(str(adapter.record["sha256"]) for adapter in adapters)),
-            dtype=str(decoder.dtype).removeprefix("torch.") if target.quantize == "none" else target.quantize,
+            dtype=(str(decoder.dtype).removeprefix("torch.") if target.quantize == "none" else target.quantize)
+            + (", kv=int8" if decoder.quantized_cache else ""),
             device=torch.cuda.get_device_name(decoder.device) if on_gpu else "cpu",
             processor=processor_name(),
             threads=torch.get_num_threads(),

@@ -13,7 +13,7 @@ from anabranch.drafting.drafter import Drafter, Row
 from anabranch.errors import CapabilityError, InputError, OutOfMemoryError
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.none import NoDrafter
-from anabranch.model.cache import Cache, room_for, shared_length
+from anabranch.model.cache import room_for, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult, Rider
@@ -119,18 +119,11 @@ class Batch:
         self.longest = min(capacity if longest is None else longest, target.config.max_positions)
         self._places = 1 if target.rider is None else target.rider.places  # cache positions of a node during a pass
         positions = min(capacity, self.longest) + self._places * max(margin, self.drafter.margin)
-        self.cache = self._new_cache(rows, positions if longest is None else room_for(positions))
+        self.cache = target.new_cache(rows, positions if longest is None else room_for(positions))
         self._on_leave = on_leave
         self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
         self.tokens_read = 0  # of prompts, by passes of their own
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
-
-    def _new_cache(self, rows: int, positions: int) -> Cache:
-        target = self.target
-        kernels = target.backend.kernels
-        return Cache(
-            *(target.config,), rows=rows, capacity=positions, dtype=target.dtype, device=target.device, kernels=kernels
-        )
 
     @property
     def rows(self) -> int:

@@ -39,7 +39,7 @@ from anabranch.decoding.turn import Turn
 from anabranch.drafting.drafter import Drafter
 from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.methods.none import NoDrafter
-from anabranch.model.cache import HEADROOM, MIN_CAPACITY, SMALL, bytes_per_token, room_for, shared_length
+from anabranch.model.cache import HEADROOM, MIN_CAPACITY, SMALL, room_for, shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.memory import free_memory, give_back
@@ -217,7 +217,7 @@ class Scheduler:
         target, engine = self.target, self.engine
         Engine.refuse(target, request, drafter)
         tokens = min(len(request.prompt_ids) + request.max_new_tokens, target.config.max_positions)
-        each = bytes_per_token(target.config, target.dtype)
+        each = target.token_bytes
         needed = room_for(tokens) * each
         if needed <= SMALL or (free := free_memory(target.device)) is None:
             return

@@ -11,7 +11,6 @@ import torch
 from anabranch.decoding.batch import check_tokens
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import CapabilityError, InputError, NumericsError
-from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
 from anabranch.sampling import log_probs
 
@@ -67,14 +66,7 @@ def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) 
         )
     values: list[float] = []
     with scheduler.alone(), target.inference():
-        cache = Cache(
-            *(config,),
-            rows=1,
-            capacity=len(tokens),
-            dtype=target.dtype,
-            device=target.device,
-            kernels=target.backend.kernels,
-        )
+        cache = target.new_cache(1, len(tokens))
         cache.add_row(target.rope().prompt(len(tokens), len(tokens)))
     for start in range(0, len(tokens) - 1, CHUNK):
         chunk = list(tokens[start : min(start + CHUNK, len(tokens) - 1)])

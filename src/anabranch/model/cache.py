@@ -25,12 +25,22 @@ from anabranch.model.graphs import Graphs
 from anabranch.model.recurrent import States
 from anabranch.native import library as native
 from anabranch.support.memory import free_memory, zeroed
+from anabranch.support.nearest import hint
 
-__all__ = ["Cache", "bytes_per_token", "room_for", "shared_length"]
+__all__ = ["KINDS", "Cache", "bytes_per_token", "check_kind", "room_for", "shared_length"]
+
+KINDS = ("auto", "int8")  # of caches: in the type of the weights, or quantised
 
 MIN_CAPACITY = 512
 SMALL = 2**24  # bytes; smaller caches are allocated without looking at free memory
+GROUP = 32  # channels that share a scale in a quantised cache
 HEADROOM = 2**27  # bytes left free for the tensors of passes
+
+
+def check_kind(kind: str) -> None:
+    """Raise InputError for an unknown kind of cache."""
+    if kind not in KINDS:
+        raise InputError(f"kv must be one of {', '.join(KINDS)}, got {kind!r}{hint(kind, KINDS)}")
 
 
 def room_for(positions: int) -> int:
@@ -39,9 +49,16 @@ def room_for(positions: int) -> int:
     return max(MIN_CAPACITY, -(-positions // step) * step)
 
 
-def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype, *, quantized: bool = False) -> int:
     """Bytes of one token's keys and values."""
-    return 2 * dtype.itemsize * len(config.kv_layers) * config.num_kv_heads * config.head_dim
+    width, stored = _stored(config, dtype, quantized=quantized)
+    return 2 * stored.itemsize * len(config.kv_layers) * config.num_kv_heads * width
+
+
+def _stored(config: ModelConfig, dtype: torch.dtype, *, quantized: bool) -> tuple[int, torch.dtype]:
+    """The width and the type of a key or value of one head in memory."""
+    e = config.head_dim
+    return (e + e // GROUP * torch.float32.itemsize, torch.uint8) if quantized else (e, dtype)
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -61,6 +78,11 @@ class Cache:
     by the last one, so that the rows in use stay contiguous and a step reads one slice. With ``kernels``, memory is in
     large pages and the kernels move committed keys and values.
 
+    dtype      the type of the keys and values of a pass
+    quantized  the kernels store them in int8, for E channels E values and a float32 scale for each 32 of them, and
+               ``keys`` and ``values`` are uint8 [layers, rows, K, C, E + E / 8]; ``read`` and ``dequantized`` convert
+               them. Nothing else reads a key: the nodes of a pass attend to the stored values of each other too
+
     Raises OutOfMemoryError if memory does not suffice.
     """
 
@@ -73,9 +95,11 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device,
         kernels: native.Library | None = None,
+        quantized: bool = False,
     ) -> None:
-        shape = (len(config.kv_layers), rows, config.num_kv_heads, capacity, config.head_dim)
-        needed = rows * capacity * bytes_per_token(config, dtype)
+        width, stored = _stored(config, dtype, quantized=quantized)
+        shape = (len(config.kv_layers), rows, config.num_kv_heads, capacity, width)
+        needed = rows * capacity * bytes_per_token(config, dtype, quantized=quantized)
         short = f"the cache for {rows} row(s) of {capacity:,} tokens needs {needed / 2**30:.2f} GiB on {device}, "
         advice = "use fewer rows, a shorter prompt or a smaller max_new_tokens"
         if device.type == "cpu" and needed > SMALL:  # a GPU's allocator raises an error, Linux ends the process
@@ -83,10 +107,10 @@ class Cache:
             if free is not None and needed > free - HEADROOM:
                 raise OutOfMemoryError(f"{short}and {max(0, free) / 2**30:.2f} GiB are free; {advice}")
         try:
-            self.keys, self.values = (_zeros(shape, dtype, device, kernels) for _ in range(2))
+            self.keys, self.values = (_zeros(shape, stored, device, kernels) for _ in range(2))
         except (RuntimeError, OutOfMemoryError) as error:  # of PyTorch (on a GPU too), of ``zeroed``
             raise OutOfMemoryError(f"{short}more than is free; {advice}") from error
-        self.config, self.rows = config, rows
+        self.config, self.rows, self.dtype, self.quantized = config, rows, dtype, quantized
         self._at = {layer: index for index, layer in enumerate(config.kv_layers)}
         recurrent = config.recurrent
         self.states = None if recurrent is None else States(config, recurrent, rows, dtype, device)
@@ -151,7 +175,7 @@ class Cache:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        return bytes_per_token(self.config, self.keys.dtype)
+        return bytes_per_token(self.config, self.dtype, quantized=self.quantized)
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +183,7 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies of the first ``length`` tokens' keys and values in a slot [layers, K, length, E]."""
+        """Copies of the first ``length`` tokens' keys and values in a slot [layers, K, length, E], as stored."""
         return self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
 
     def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
@@ -171,8 +195,8 @@ class Cache:
 
         Raises OutOfMemoryError if memory does not suffice; this cache stays as it is.
         """
-        same: Any = {"dtype": self.keys.dtype, "device": self.keys.device, "kernels": self._kernels}
-        made = Cache(self.config, rows=rows, capacity=capacity, **same)
+        same: Any = {"dtype": self.dtype, "device": self.keys.device, "kernels": self._kernels}
+        made = Cache(self.config, rows=rows, capacity=capacity, quantized=self.quantized, **same)
         slots, span = min(rows, self.rows), min(capacity, self.capacity)
         assert self.count <= rows
         made.keys[:, :slots, :, :span] = self.keys[:, :slots, :, :span]
@@ -210,6 +234,7 @@ class Cache:
 
     def append(self, layer: int, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
         """Write this step's keys and values of one layer after each row's committed tokens."""
+        assert not self.quantized, "only the kernels write a quantised cache"
         n, layer = k_BNKE.shape[1], self._at[layer]
         slots = self._slots
         if slots.stop - slots.start == 1 and self._places is None:
@@ -228,8 +253,20 @@ class Cache:
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
         """The first ``span`` keys and values [B, K, span, E] of the rows of this step."""
+        return self.of_rows(layer, self._slots, span)
+
+    def of_rows(self, layer: int, slots: slice | Tensor, span: int) -> tuple[Tensor, Tensor]:
+        """The first ``span`` keys and values [B, K, span, E] of the rows in ``slots``."""
         layer = self._at[layer]
-        return self.keys[layer, self._slots, :, :span], self.values[layer, self._slots, :, :span]
+        keys, values = self.keys[layer, slots, :, :span], self.values[layer, slots, :, :span]
+        return (self.dequantized(keys), self.dequantized(values)) if self.quantized else (keys, values)
+
+    def dequantized(self, stored: Tensor) -> Tensor:
+        """The keys or values [..., E] of uint8 rows [..., E + E / 8] of a quantised cache, as the kernels read them."""
+        e = self.config.head_dim
+        scales = stored[..., e:].contiguous().view(torch.float32)
+        values = stored[..., :e].view(torch.int8).reshape(*scales.shape, GROUP) * scales[..., None]
+        return values.flatten(-2).to(self.dtype)
 
     def select(self, layer: int, kept_Bn: Tensor) -> None:
         """Keep only the nodes ``kept_Bn`` of this step from ``layer`` on (indices into the nodes so far)."""

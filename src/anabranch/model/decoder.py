@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.backends import TorchBackend
-from anabranch.model.cache import Cache
+from anabranch.model.cache import Cache, bytes_per_token
 from anabranch.model.config import ModelConfig
 from anabranch.model.inputs import Inputs
 from anabranch.model.lora import Lora, RowLoras
@@ -35,6 +35,7 @@ class Decoder(Network):
     rider  rows that are part of the model itself, since main rows attend to them (``Rider.alters``); None: none. They
            are in every pass that decodes, plain decoding included, but not in those that read a prompt: the last token
            of the prompt and all later tokens have them
+    quantized_cache  its caches hold keys and values in int8 (``quantize_cache``)
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -42,12 +43,47 @@ class Decoder(Network):
         self.backend = TorchBackend()
         self.rider: Rider | None = None
         self.loras = RowLoras()
+        self.quantized_cache = False
 
     def add_lora(self, name: str, lora: Lora) -> None:
         """Let rows choose a LoRA by this name. Raises CapabilityError if the native kernels run the layers already."""
         if self.backend.kernels is not None:
             raise CapabilityError("LoRAs are loaded before the weights are packed; give them to load (loras=)")
         self.loras.add(name, lora, self)
+
+    def quantize_cache(self) -> None:
+        """Keep keys and values in int8 from now on: a model of its own, as one with quantised weights is.
+
+        Raises CapabilityError if the native kernels do not run all layers.
+        """
+        if self.backend.kernels is None:
+            raise CapabilityError(
+                "kv='int8' keeps keys and values in int8, which only the native kernels on a CPU read, and they do not "
+                "run this model here ('anabranch info' tells why); leave kv out"
+            )
+        if self.rider is not None and not self.rider.native:
+            raise CapabilityError(
+                "kv='int8' keeps keys and values in int8, which only the native kernels write, and PyTorch runs the "
+                "streams that are part of this model; leave kv out"
+            )
+        self.quantized_cache = True
+
+    def new_cache(self, rows: int, capacity: int) -> Cache:
+        """An empty cache for ``rows`` texts of up to ``capacity`` tokens. Raises OutOfMemoryError."""
+        return Cache(
+            *(self.config,),
+            rows=rows,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=self.backend.kernels,
+            quantized=self.quantized_cache,
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return bytes_per_token(self.config, self.dtype, quantized=self.quantized_cache)
 
     @property
     def ragged(self) -> bool:

@@ -68,7 +68,7 @@ class Pass:
         self.sides = sides
         self.config, self.cache, self.slots, self.rope = config, cache, slots, rope
         self.prompts = cache.unread(slots) if rope.varies else ()
-        device, self.dtype = cache.keys.device, cache.keys.dtype
+        device, self.dtype = cache.keys.device, cache.dtype
         self.tokens_BN, self.positions_BN, self.lengths_B, self.tree_BNN = (x.to(device) for x in nodes)
         self.fixed = span
         # a single node sees the whole text: no mask needed

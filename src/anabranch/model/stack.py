@@ -191,6 +191,7 @@ class Stack:
                 layer.values = cache.values.data_ptr() + slot_bytes + index * layer_bytes
             shape = native.Shape.from_buffer_copy(self._shape)
             shape.row_stride, shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
+            shape.quantized_cache = cache.quantized
             self._ready[key] = shape, chosen
         return self._ready[key]
 
@@ -286,7 +287,7 @@ class Stack:
         assert slot + step.native.batch <= cache.keys.shape[1]
         nodes = len(tokens_M) - sum(prefill)
         require(len(prefill) in (0, step.native.batch), "{} counts of prompt tokens in a pass", len(prefill))
-        hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.keys.dtype)
+        hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.dtype)
         chosen = np.empty(nodes, np.int64) if need == "tokens" else None
         seen = None if tapped is None else torch.empty((nodes, d), dtype=torch.float32)
         ends = native.Ends.from_buffer_copy(self._ends)

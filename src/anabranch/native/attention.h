@@ -11,6 +11,7 @@ namespace {
 
 constexpr int KEY_TILE = 64;     // keys that are transposed at a time
 constexpr int VALUE_TILE = 512;  // values that all queries of a task use while they are in the second-level cache
+constexpr int CACHED_TILE = 128;  // values of a quantised cache that are converted at a time, into the first-level cache
 constexpr int MAX_TASK_QUERIES = 24;
 constexpr int MAX_HEAD = 256;  // channels
 
@@ -24,6 +25,57 @@ struct Activations {
 
 // memory for the scores of ``span`` keys in whole vectors, and one value more
 inline int64_t padded_scores(int span) { return (static_cast<int64_t>(span) + 31) / 16 * 16; }
+
+// ---- quantised caches ----------------------------------------------------------------------------------------------
+//
+// A key or value of a quantised cache is E values of int8, then a float32 scale for each 32 of them: channels of keys differ
+// much in size. Attention converts them to P, those of the pass's own nodes too, so that a key is the same to every node.
+
+// Quantises E values; a group with a value that is not finite becomes NaN.
+inline void quantize_row(const float* from, int e, int8_t* to) {
+  for (int g = 0; g < e / BLOCK; ++g) {
+    QuantizedGroup group;
+    store32(&group, 0, load16(from + g * BLOCK), load16(from + g * BLOCK + 16));
+    std::memcpy(to + g * BLOCK, group.value, BLOCK);
+    std::memcpy(to + e + g * static_cast<int>(sizeof(float)), &group.scale, sizeof(float));
+  }
+}
+
+// The keys or the values of one batch row and kv head, of 16 NE channels.
+template <class P, int NE, bool QUANTIZED>
+class CachedRows {
+ public:
+  CachedRows(const void* rows, int64_t offset) : rows_(static_cast<const Stored*>(rows) + offset) {}
+
+  // ``count`` rows from ``first`` on: the cache's own, or converted into ``tile``
+  const P* at(int first, int count, P* tile) const {
+    if constexpr (QUANTIZED) {
+      convert(first, count, tile);
+      return tile;
+    } else {
+      return rows_ + static_cast<int64_t>(first) * E;
+    }
+  }
+
+ private:
+  using Stored = std::conditional_t<QUANTIZED, char, P>;
+  static constexpr int E = 16 * NE, BYTES = E + E / BLOCK * static_cast<int>(sizeof(float));
+
+  NOINLINE void convert(int first, int count, P* to) const {
+    const char* row = rows_ + static_cast<int64_t>(first) * BYTES;
+    for (int i = 0; i < count; ++i, row += BYTES, to += E)
+#pragma GCC unroll 4
+      for (int g = 0; g < E / BLOCK; ++g) {
+        float scale;
+        std::memcpy(&scale, row + E + g * static_cast<int>(sizeof(float)), sizeof(float));
+        const int8_t* value = reinterpret_cast<const int8_t*>(row) + g * BLOCK;
+        store16(to + g * BLOCK, load16(value) * broadcast(scale));
+        store16(to + g * BLOCK + 16, load16(value + 16) * broadcast(scale));
+      }
+  }
+
+  const Stored* rows_;
+};
 
 // ---- tasks --------------------------------------------------------------------------------------------------------
 
@@ -70,6 +122,7 @@ void plan_attention(Runner& runner, const Shape& s, const Activations<T>& rows, 
     memory.queries.of<Operand<Storage<T>>>(queries_of_task * s.e);
     memory.scores.of<float>(scores);
     memory.sums.of<F32x16>(queries_of_task * s.e / 16);
+    if (s.quantized_cache) memory.cached.of<Storage<T>>(CACHED_TILE * s.e);
   }
 }
 
@@ -176,7 +229,7 @@ inline float softmax(float* p, int n, float scale) {
 // ---- a task -------------------------------------------------------------------------------------------------------
 
 // One task, for heads of 16 NE channels.
-template <class T, int NE>
+template <class T, int NE, bool QUANTIZED>
 class Attention {
   using P = Storage<T>;
   using Q = Operand<P>;
@@ -184,7 +237,8 @@ class Attention {
  public:
   Attention(const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, const AttentionTask& task,
             Scratch& memory)
-      : s_(s), l_(l), plan_(plan), rows_(rows), task_(task) {
+      : s_(s), l_(l), plan_(plan), rows_(rows), task_(task), keys_(l.keys, head_offset()),
+        values_(l.values, head_offset()) {
     group_ = s.heads / s.kv_heads;
     length_ = static_cast<int>(plan.lengths[task.row]);
     // nodes do not attend to later ones, except to their own
@@ -196,9 +250,7 @@ class Attention {
     q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
     p_ = memory.scores.of<float>(task.count * width_);
     sums_ = memory.sums.of<F32x16>(task.count * NE);
-    const int64_t head = task.row * s.row_stride + task.head * s.head_stride;
-    keys_ = static_cast<const P*>(l.keys) + head;
-    values_ = static_cast<const P*>(l.values) + head;
+    if constexpr (QUANTIZED) tile_ = memory.cached.of<P>(CACHED_TILE * s.e);
   }
 
   void run() {
@@ -220,6 +272,8 @@ class Attention {
     int first, queries, from, count;
   };
 
+  int64_t head_offset() const { return task_.row * s_.row_stride + task_.head * s_.head_stride; }
+
   int node_of(int i) const { return plan_.start(task_.row) + (task_.first + i) / group_; }
 
   void rotate_queries() {
@@ -238,8 +292,8 @@ class Attention {
     for (int k = 0; k < span_; k += KEY_TILE) {
       const int groups = (std::min(KEY_TILE, span_ - k) + 15) / 16;
       for (int g = 0; g < groups; ++g) {
-        const int at = k + 16 * g;
-        transpose_keys(keys_ + static_cast<int64_t>(at) * s_.e, std::min(16, span_ - at), s_.e, transposed + g * WORDS);
+        const int at = k + 16 * g, have = std::min(16, span_ - at);
+        transpose_keys(keys_.at(at, have, tile_), have, s_.e, transposed + g * WORDS);
       }
       int i = 0;
       const auto score_some = [&](auto queries) {
@@ -290,14 +344,16 @@ class Attention {
     for (int i = 0; i < count; ++i) longest = std::max(longest, parts[i].count);
     for (int i = 0; i < task_.count * NE; ++i) sums_[i] = zero();
     const int64_t stride = width_ * PER_LANE<Q>;
-    for (int j = 0; j < longest; j += VALUE_TILE)
+    constexpr int SIZE = QUANTIZED ? CACHED_TILE : VALUE_TILE;
+    for (int j = 0; j < longest; j += SIZE)
       for (int i = 0; i < count; ++i) {
         const Part& part = parts[i];
         if (j >= part.count) continue;
+        const int have = std::min(SIZE, part.count - j);
+        const P* values = tile_of_values(part.from + j, have);
         const auto accumulate = [&](auto queries) {
           accumulate_values<queries, NE>(reinterpret_cast<const Q*>(p_ + part.first * width_) + j, stride,
-                                         values_ + static_cast<int64_t>(part.from + j) * s_.e,
-                                         std::min(VALUE_TILE, part.count - j), sums_ + part.first * NE);
+                                         values, have, sums_ + part.first * NE);
         };
         if (part.queries == AT_ONCE)
           accumulate(std::integral_constant<int, AT_ONCE>{});
@@ -310,6 +366,13 @@ class Attention {
       for (int i = part->first; i < part->first + part->queries; ++i) finish(i, part->count, total[i]);
   }
 
+  // ``count`` values from ``first`` on; queries of a task that see the same ones share their conversion
+  const P* tile_of_values(int first, int count) {
+    if (QUANTIZED && first == tile_first_ && count <= tile_count_) return tile_;
+    tile_first_ = first, tile_count_ = count;
+    return values_.at(first, count, tile_);
+  }
+
   // Adds the values visible to query i after the first ``done`` keys, divides, and stores the head.
   void finish(int i, int done, float total) {
     constexpr int STEP = PER_LANE<Q>;
@@ -317,13 +380,14 @@ class Attention {
     F32x16* acc = sums_ + i * NE;
     const int node = node_of(i), from = plan_.first[node], seen = length_ - from;
     const int plain = plan_.run[node] + seen, end = seen + plan_.offsets[node + 1] - plan_.offsets[node];
-    const auto value_at = [&](int j) {
+    alignas(64) P converted[STEP][16 * NE];
+    const auto value_at = [&](int j, int place) {
       const int at = j < plain ? from + j : length_ + plan_.ancestors[plan_.offsets[node] + j - seen];
-      return values_ + static_cast<int64_t>(at) * s_.e;
+      return values_.at(at, 1, converted[place]);
     };
     for (int j = done; j < end; j += STEP) {
       KeyLanes pair[NE];
-      load_pairs<NE>(value_at(j), value_at(std::min(j + STEP, end) - 1), pair);
+      load_pairs<NE>(value_at(j, 0), value_at(std::min(j + STEP, end) - 1, STEP - 1), pair);
       const auto weight = broadcast_word(p + j);
       for (int c = 0; c < NE; ++c) acc[c] = dot_add<Q>(acc[c], weight, pair[c]);
     }
@@ -346,7 +410,9 @@ class Attention {
   Q* q_;
   float* p_;
   F32x16* sums_;
-  const P *keys_, *values_;
+  P* tile_ = nullptr;
+  int tile_first_ = -1, tile_count_ = 0;  // the values in ``tile_``
+  CachedRows<P, NE, QUANTIZED> keys_, values_;
 };
 
 // a thread's part of attention
@@ -355,12 +421,17 @@ void attend(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan
   Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
   runner.pool.parallel_for(static_cast<int>(plan.tasks->size()), thread, [&](int i) {
     const AttentionTask& task = (*plan.tasks)[static_cast<size_t>(i)];
+    const auto run = [&](auto vectors) {
+      constexpr int NE = vectors;
+      s.quantized_cache ? Attention<T, NE, true>(s, l, plan, rows, task, memory).run()
+                        : Attention<T, NE, false>(s, l, plan, rows, task, memory).run();
+    };
     switch (s.e / 32) {
-      case 1: Attention<T, 2>(s, l, plan, rows, task, memory).run(); break;
-      case 2: Attention<T, 4>(s, l, plan, rows, task, memory).run(); break;
-      case 3: Attention<T, 6>(s, l, plan, rows, task, memory).run(); break;
-      case 4: Attention<T, 8>(s, l, plan, rows, task, memory).run(); break;
-      default: Attention<T, 16>(s, l, plan, rows, task, memory).run(); break;
+      case 1: run(std::integral_constant<int, 2>{}); break;
+      case 2: run(std::integral_constant<int, 4>{}); break;
+      case 3: run(std::integral_constant<int, 6>{}); break;
+      case 4: run(std::integral_constant<int, 8>{}); break;
+      default: run(std::integral_constant<int, 16>{}); break;
     }
   });
 }

@@ -507,8 +507,9 @@ inline void unpair_sums(F32x16* low, F32x16* high) {
   *high = _mm512_shuffle_f32x4(cd, cd, 0xd8);
 }
 
+// Inlined whatever its number of callers: 8 nodes over 4,000 tokens take 8 % longer where GCC decides not to.
 template <int QUERIES, int NE, class T, class P>
-inline void accumulate_values(const T* p, int64_t p_stride, const P* v, int count, F32x16* out) {
+ALWAYS_INLINE void accumulate_values(const T* p, int64_t p_stride, const P* v, int count, F32x16* out) {
   constexpr int STEP = PER_LANE<T>;
   __m512 acc[QUERIES][NE];
 #pragma GCC unroll 16

@@ -156,11 +156,20 @@ class LayerPart {
     for (int i = first; i < last; ++i) {
       const int row = i / s_.kv_heads, head = i % s_.kv_heads, b = plan_.row[row], node = row - plan_.start(b);
       const float* keys = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + s_.heads * s_.e;
-      const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + node) * s_.e;
+      const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + node) * s_.cached();
       const int64_t angle = plan_.rotation_of[row] * s_.rope_dim + l_.rope_keys;
-      rotate(keys, head, s_.kv_heads, l_.k_norm, s_, l_.rope_width, plan_.cos + angle, plan_.sin + angle,
-             static_cast<P*>(l_.keys) + at);
+      const auto rotate_to = [&](auto* to) {
+        rotate(keys, head, s_.kv_heads, l_.k_norm, s_, l_.rope_width, plan_.cos + angle, plan_.sin + angle, to);
+      };
       const float* value = keys + (s_.kv_heads + head) * s_.e;
+      if (s_.quantized_cache) {
+        alignas(64) float key[MAX_HEAD];
+        rotate_to(key);
+        quantize_row(key, s_.e, static_cast<int8_t*>(l_.keys) + at);
+        quantize_row(value, s_.e, static_cast<int8_t*>(l_.values) + at);
+        continue;
+      }
+      rotate_to(static_cast<P*>(l_.keys) + at);
       for (int c = 0; c < s_.e; c += 16) store16(static_cast<P*>(l_.values) + at + c, load16(value + c));
     }
   }

@@ -33,10 +33,14 @@ struct Shape {
   int32_t parallel;      // 1: attention and MLP read the same rows, 0: one after the other
   int32_t layer_norm;    // 1: LayerNorm, 0: RMS norm
   int32_t heads_normed;  // 1: q_norm and k_norm normalise all heads together, 0: each head
+  int32_t quantized_cache;  // 1: keys and values are in int8 (``quantize_row``), 0: in the type of rows
   float eps, scale;
   float softcap;                          // of attention's scores; 0: none
   float residual_scale, embedding_scale;  // of what a layer adds to the rows, and of the embedding
-  int64_t row_stride, head_stride;  // of the cache, in values
+  int64_t row_stride, head_stride;  // of the cache, in values, or in bytes if it is quantised
+
+  // the size of a cached key or value, in the unit of the strides: E values; quantised, E bytes and a scale for each 32
+  int64_t cached() const { return quantized_cache ? e + e / BLOCK * static_cast<int64_t>(sizeof(float)) : e; }
 };
 
 // the nodes of a pass
@@ -255,6 +259,7 @@ void check(const Shape& s) {
   require(in_range(s.inner, 0, MAX_VALUES) && s.inner % BLOCK == 0, "the MLP's width is not a multiple of 32");
   require(in_range(s.rope_dim, 0, 4 * s.e) && s.rope_dim % 2 == 0, "rotation tables are too wide, or odd");
   require(in_range(s.activation, SILU, RELU), "unknown activation");
+  require(in_range(s.quantized_cache, 0, 1), "unknown kind of cache");
 }
 
 void check(const Shape& s, const RaggedBatch& batch) {
@@ -272,9 +277,9 @@ void check(const Shape& s, const RaggedBatch& batch) {
   require(batch.starts[batch.batch] == batch.nodes, "the rows of a pass do not add up to its number of nodes");
   const int64_t values = static_cast<int64_t>(batch.nodes) * s.heads * s.e;
   require(values <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");
-  const int64_t capacity = s.head_stride / s.e;
-  require(s.head_stride > 0 && s.head_stride % s.e == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
-          "the cache's head stride is not a multiple of the head width");
+  const int64_t capacity = s.head_stride / s.cached();
+  require(s.head_stride > 0 && s.head_stride % s.cached() == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
+          "the cache's head stride is not a multiple of a key's size");
   require(batch.batch == 1 || s.row_stride >= s.kv_heads * s.head_stride, "the cache's rows overlap");
   for (int b = 0; b < batch.batch; ++b)
     require(in_range(batch.lengths[b], batch.trailing != 0 && batch.count(b) > 0 ? 1 : 0, capacity - batch.count(b)),

@@ -47,11 +47,15 @@ Layers: TypeAlias = ctypes.Array[Layer]
 
 
 class Shape(ctypes.Structure):
-    """Sizes shared by all layers."""
+    """Sizes shared by all layers.
+
+    quantized_cache  1: keys and values are stored in int8 with scales, and strides are in bytes; else in values
+    """
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
         *((name, ctypes.c_int32) for name in ("activation", "gated", "parallel", "layer_norm", "heads_normed")),
+        ("quantized_cache", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "residual_scale", "embedding_scale")),
         ("row_stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),

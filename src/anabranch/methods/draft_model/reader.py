@@ -38,11 +38,7 @@ class DraftReader(Reader):
         return self.model.backend.capture is not None
 
     def _new_cache(self, rows: int, capacity: int) -> Cache:
-        model = self.model
-        kernels = model.backend.kernels
-        return Cache(
-            *(model.config,), rows=rows, capacity=capacity, dtype=model.dtype, device=model.device, kernels=kernels
-        )
+        return self.model.new_cache(rows, capacity)
 
     def known(self, tokens: Sequence[int]) -> tuple[int, int]:
         """See ``Reader``; none where rotations depend on the length of the text."""

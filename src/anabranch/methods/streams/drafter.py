@@ -311,7 +311,7 @@ class StreamDrafter(Drafter):
         def compute(main_MD: Tensor, numbers_4B: Tensor) -> tuple[Tensor]:
             last_B, emitted_B, lengths_B, slots_B = numbers_4B
             where = slice(0, len(slots)) if together else slots_B
-            kept = [(cache.keys[layer, where, :, :span], cache.values[layer, where, :, :span]) for layer in layers]
+            kept = [cache.of_rows(layer, where, span) for layer in layers]
             entry_BD = main_MD[last_B].to(target.dtype)
             emitted_BD = None if self.adapter.root is None else target.embedding(emitted_B)
             if self._fused is not None:
