@@ -231,7 +231,7 @@ inline __m256i stored_quad(const uint8_t* group, int q, int at) {
   __m256i value = line(q / LOW_EACH);
   if (F::LOW < 8) {
     value = _mm256_srli_epi16(value, F::LOW * (q % LOW_EACH));
-    value = _mm256_and_si256(value, _mm256_set1_epi8((1 << F::LOW) - 1));
+    value = _mm256_and_si256(value, _mm256_set1_epi8(static_cast<char>((1 << F::LOW) - 1)));
   }
   if constexpr (F::HIGH > 0) {
     constexpr int HIGH_EACH = 8 / F::HIGH;

@@ -231,7 +231,7 @@ inline __m512i stored_quad(const uint8_t* group, int q, int i) {
   __m512i value = low;
   if (F::LOW < 8) {
     value = shift == 0 ? low : _mm512_srli_epi16(low, static_cast<unsigned>(shift));
-    value = _mm512_and_si512(value, _mm512_set1_epi8((1 << F::LOW) - 1));
+    value = _mm512_and_si512(value, _mm512_set1_epi8(static_cast<char>((1 << F::LOW) - 1)));
   }
   if constexpr (F::HIGH > 0) {
     constexpr int HIGH_EACH = 8 / F::HIGH;
