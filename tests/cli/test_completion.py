@@ -55,5 +55,5 @@ def test_the_values_are_those_of_the_library() -> None:
     # written out, since the library's own need torch
     assert {"spec_bench", "mt_bench", "humaneval", "gsm8k"} == set(SUITES)
     assert {"sql", "e2e", "dialogsum"} == set(TASKS)
-    assert {"none", "int8", "int4"} == set(QUANTIZATIONS)
+    assert {"auto", "none", "int8", "int4"} == set(QUANTIZATIONS)
     assert {"135m", "7b", "13b", "33b"} == set(SHAPES)

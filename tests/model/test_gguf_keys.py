@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -334,9 +333,7 @@ def test_a_head_of_its_own(tmp_path: Path, family: str, tied: bool) -> None:
 def test_auto_is_as_stored(tmp_path: Path, stored: str, quantize: bool, expected: torch.dtype) -> None:
     path = write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama"), stored=stored, quantize=quantize)
     assert read_gguf(path).config["dtype"] == str(expected).removeprefix("torch.")
-    # the toy's head is not quantised, so that its file is not decoded as it is stored
-    with pytest.warns(ModelWarning, match="dequantised to bfloat16") if quantize else nullcontext():
-        target = load_target(str(path), device="cpu")
+    target = load_target(str(path), device="cpu")  # the kernels do not take the toy's heads, so nothing is stored
     assert (target.decoder.dtype, target.quantize) == (expected, "none")
     assert load_target(str(path), dtype="float32", device="cpu").fingerprint == target.fingerprint
 

@@ -60,7 +60,7 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises ModelError if that part is missing.
     """
     name = hf.get("model_type")
-    if name not in _WITH_IMAGES:
+    if not isinstance(name, str) or name not in _WITH_IMAGES:
         return hf
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
