@@ -307,7 +307,8 @@ def test_an_unwritable_cache_directory(toy: Path, home: Path) -> None:
 
 @needs_kernels
 def test_three_processes_pack_at_once(toy: Path, home: Path) -> None:
-    together(*[lambda: packing(toy)] * 3)
+    # a late one finds what the first one packed
+    together(*[lambda: packing(toy) in (True, False)] * 3)
     assert len(list(home.iterdir())) == 1
     assert not packing(toy)
 
