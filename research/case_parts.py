@@ -19,6 +19,7 @@ from anabranch.bench.summary import gather, summarise, summarise_rows
 from anabranch.certify import certify
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Spec, make_drafter, parse_spec
+from anabranch.options import Keywords
 
 __all__ = ["certificate", "one_row", "several_rows", "step_costs"]
 
@@ -34,7 +35,7 @@ def one_row(
     warm: Sequence[int],
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
+    sampling: Keywords | None = None,
     rejection: Collection[str] = (),
     report: Report = lambda what: None,
 ) -> Records:
@@ -45,6 +46,7 @@ def one_row(
 
     specs      drafters by label
     warm       a prompt that is not among those measured, for warming up
+    sampling   options of ``Model.generate``, such as temperature
     rejection  the drafters whose drafts are verified by *rejection*, the others' by matching
     """
     capacity = max(len(warm), *(len(ids) for _, ids in prompts)) + max_new_tokens
@@ -53,7 +55,7 @@ def one_row(
         name: open_entry(
             entry,
             loaded,
-            call={"temperature": temperature, "rule": "rejection" if name in rejection else "match"},
+            call={**(sampling or {}), "rule": "rejection" if name in rejection else "match"},
             threads=torch.get_num_threads(),
             capacity=capacity,
         )

@@ -136,7 +136,13 @@ class Comparison:
             chain = rejection_spec(case, loaded)
             tried = fixed if chain is None else {**fixed, "rejection": chain}
             return one_row(
-                loaded, tried, self.encoded(), self._ids(self.warm), temperature=1.0, rejection=("rejection",), **new
+                loaded,
+                tried,
+                self.encoded(),
+                self._ids(self.warm),
+                sampling={"temperature": 1.0},
+                rejection=("rejection",),
+                **new,
             )
 
         def proved() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anabranch.sampling import SamplingParams
+from anabranch.options import Keywords
 from studies.base import Chart, Line, Result, Setup, Study, Table, spread
 from studies.speed import PLAIN, alone, by_name, facts
 
@@ -27,7 +27,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
     by_top = {}
     for top in TOP:
         setup.report(f"top-k {top}")
-        sampling = SamplingParams(temperature=1.0, top_k=top, seed=0)
+        sampling: Keywords = {"temperature": 1.0, "top_k": top, "seed": 0}
         by_top[str(top)] = alone(setup, loaded, drafters, sampling=sampling, rejection=(REJECTION,))
     return {"by_top": by_top, **facts(setup, loaded)}
 

@@ -12,6 +12,7 @@ from anabranch.bench.run import Encoded
 from anabranch.bench.suites import load_suite
 from anabranch.loading import Loaded
 from anabranch.methods import parse_spec
+from anabranch.options import Keywords
 from anabranch.prompts import chat_ids
 from case_parts import one_row
 from studies.base import Setup, Table, spread
@@ -37,7 +38,7 @@ def alone(
     loaded: Loaded,
     specs: Mapping[str, str],
     *,
-    temperature: float = 0.0,
+    sampling: Keywords | None = None,
     rejection: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """One record per drafter, plain first: mean acceptance length, nodes a pass, tokens/s and its ratio to plain."""
@@ -50,7 +51,7 @@ def alone(
         prompts,
         warm,
         max_new_tokens=setup.new,
-        temperature=temperature,
+        sampling=sampling,
         rejection=rejection,
         report=setup.report,
     )

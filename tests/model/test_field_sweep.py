@@ -237,7 +237,8 @@ MEANS: dict[str, tuple[str, ...]] = {
 # null stands for a missing length there, too
 LENIENT = {
     *(("ministral", "head_dim"), ("phi3", "rope_parameters"), ("phi3", "rope_scaling")),
-    ("ministral3", "original_max_position_embeddings"),
+    *(("ministral3", "original_max_position_embeddings"), ("gpt_oss", "original_max_position_embeddings")),
+    *(("mixtral", "rope_parameters"), ("mixtral", "rope_scaling")),  # a missing base
 }
 
 

@@ -213,10 +213,14 @@ def test_one_prompt_at_a_time(toys: ToyFolders, target: Target) -> None:
     assert chain is not None
     tried = {"4 nodes": specs["4 nodes"], "rejection": chain}
 
-    found = one_row(loaded, tried, asked, [1], max_new_tokens=12, temperature=1.0, rejection=("rejection",))
+    found = one_row(
+        loaded, tried, asked, [1], max_new_tokens=12, sampling={"temperature": 1.0}, rejection=("rejection",)
+    )
     assert found[1]["equal_outputs"] == 3
     assert "equal_outputs" not in found[2]
-    refused = one_row(loaded, tried, asked, [1], max_new_tokens=12, temperature=1.0, rejection=("4 nodes",))
+    refused = one_row(
+        loaded, tried, asked, [1], max_new_tokens=12, sampling={"temperature": 1.0}, rejection=("4 nodes",)
+    )
     assert "rejection" in refused[1]["error"]
     assert "error" not in refused[2]
 

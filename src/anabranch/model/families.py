@@ -532,7 +532,7 @@ def _qwen3_moe(f: Fields) -> ModelConfig:
 
 
 def _gpt_oss(f: Fields) -> ModelConfig:
-    if not f["rope_scaling"] and not f["rope_parameters"]:
+    if not f["rope_scaling"] and f["rope_parameters"] is None:
         stretched = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
         f["rope_parameters"] = {"rope_type": "yarn", "original_max_position_embeddings": 4096, **stretched}
     experts = ExpertsConfig(
