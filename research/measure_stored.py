@@ -97,7 +97,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "command": shown_command("python", "research/measure_stored.py", *sys.argv[1:], hidden=("--data", "--llama")),
-        "environment": environment(),
+        "environment": environment(torch.device("cpu")),
         "model": Path(args.model).name,
         "passages": len(passages),
         "tokens": args.tokens,
