@@ -101,7 +101,7 @@ def main() -> None:
         "model": Path(args.model).name,
         "passages": len(passages),
         "tokens": args.tokens,
-        "rows": rows,
+        "forms": rows,
     }
     write_atomically(args.out, json.dumps(result, indent=1) + "\n")
 
