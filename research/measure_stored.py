@@ -17,6 +17,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,11 @@ def asked_of(passages: list[list[int]], every: int) -> list[tuple[list[int], lis
 
 def by_llama(python: str, model: str, asked: list[tuple[list[int], list[int]]]) -> list[dict[int, float]]:
     """llama.cpp's 2,000 largest log probabilities at each position."""
-    out = Path(f"{model}.answers.json")
-    out = Path.cwd() / out.name
-    request = json.dumps({"model": str(Path(model).expanduser().resolve()), "passages": asked, "out": str(out)})
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "answers.json"
+        request = json.dumps({"model": str(Path(model).expanduser().resolve()), "passages": asked, "out": str(out)})
         subprocess.run([python, "-c", LLAMA], input=request, text=True, check=True, stdout=subprocess.DEVNULL)
         return [{int(key): value for key, value in each.items()} for each in json.loads(out.read_text())]
-    finally:
-        out.unlink(missing_ok=True)
 
 
 def compared(reference: list[Tensor], found: list[Tensor], passages: list[list[int]], every: int) -> dict[str, Any]:

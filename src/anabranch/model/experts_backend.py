@@ -1,14 +1,9 @@
-"""Backends of targets whose layers the native kernels run in part: the rest of a layer runs in PyTorch.
-
-    ExpertsBackend   the kernels run a layer up to its experts, PyTorch groups rows by expert, the kernels multiply
-    ProductsBackend  the kernels multiply by the weights, PyTorch does everything else
+"""The backend of targets with experts: the kernels run a layer up to these, PyTorch groups rows by expert.
 
 M nodes of all rows, N nodes of the widest row, D model width.
 """
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -21,9 +16,8 @@ from anabranch.model.inputs import starts_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult
 from anabranch.model.stack import NativeBackend, StackStep
-from anabranch.native.library import Library
 
-__all__ = ["ExpertsBackend", "ProductsBackend"]
+__all__ = ["ExpertsBackend"]
 
 
 class ExpertsBackend(NativeBackend):
@@ -64,26 +58,3 @@ class ExpertsBackend(NativeBackend):
         if isinstance(block.mlp, Experts):
             assert isinstance(block.norm_mlp, Norm)
             rows_MD += block.mlp(self.stack.normed(rows_MD, block.norm_mlp))
-
-
-class ProductsBackend(TorchBackend):
-    """Runs passes in PyTorch over packed weights."""
-
-    def __init__(self, kernels: Library) -> None:
-        self._products = kernels
-
-    def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
-        """The rows of the head, from its packed weight."""
-        rows: Tensor = network.head.rows(tokens)
-        return rows
-
-    def choose(self, network: Network, x: Tensor) -> Tensor:
-        """The greedy tokens, without storing logits."""
-        if network.config.logit_softcap is not None:
-            return super().choose(network, x)
-        tokens: Tensor = network.head.choose(x)
-        return tokens
-
-    def decoding(self, network: Network) -> AbstractContextManager[None]:
-        """Keep PyTorch's threads from competing with the kernels' own."""
-        return self._products.single_threaded()

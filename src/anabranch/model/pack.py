@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
-from anabranch.model.experts_backend import ExpertsBackend, ProductsBackend
+from anabranch.model.experts_backend import ExpertsBackend
 from anabranch.model.kernel_use import native_for, products_for, warn_about_kernels
 from anabranch.model.native_linear import HeadTable, NativeLinear
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
-from anabranch.model.stack import NativeBackend, Stack
+from anabranch.model.stack import NativeBackend, ProductsBackend, Stack
 from anabranch.native import library as native
 from anabranch.support.memory import give_back
 

@@ -29,7 +29,7 @@ from anabranch.native import library as native
 from anabranch.native.arguments import address, require
 from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
 
-__all__ = ["LayerWeights", "NativeBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
+__all__ = ["LayerWeights", "NativeBackend", "ProductsBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # as in plan.h
 KEPT = 16  # pairs of a cache and a range of layers whose structs are kept, besides one for each layer
@@ -319,7 +319,30 @@ def norm_bias(norm: Norm) -> Tensor | None:
     return None if norm.bias is None else norm.bias.detach().float().contiguous() * norm.scale
 
 
-class NativeBackend(TorchBackend):
+class ProductsBackend(TorchBackend):
+    """Runs passes in PyTorch over packed weights, which the native kernels multiply by."""
+
+    def __init__(self, kernels: native.Library) -> None:
+        self._products = kernels
+
+    def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
+        """The rows of the head, from its packed weight."""
+        rows: Tensor = network.head.rows(tokens)
+        return rows
+
+    def choose(self, network: Network, x: Tensor) -> Tensor:
+        """The greedy tokens, without storing logits."""
+        if network.config.logit_softcap is not None:
+            return super().choose(network, x)
+        tokens: Tensor = network.head.choose(x)
+        return tokens
+
+    def decoding(self, network: Network) -> AbstractContextManager[None]:
+        """Keep PyTorch's threads from competing with the kernels' own."""
+        return self._products.single_threaded()
+
+
+class NativeBackend(ProductsBackend):
     """Runs the layers in the native kernels: a pass without a rider is one call, from token ids to chosen tokens.
 
     With a rider, the kernels run the main rows layer by layer, and PyTorch the rows that ride. Several tapped layers
@@ -329,6 +352,7 @@ class NativeBackend(TorchBackend):
     ragged = True
 
     def __init__(self, stack: Stack) -> None:
+        super().__init__(stack.kernels)
         self.stack = stack
         self.kernels = stack.kernels
 
@@ -367,18 +391,6 @@ class NativeBackend(TorchBackend):
         """Apply the last norm, by the kernels to float32 rows."""
         return self.stack.normed(x, network.norm) if x.dtype == torch.float32 else super().normed(network, x)
 
-    def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
-        """The rows of the head, from its packed weight."""
-        rows: Tensor = network.head.rows(tokens)
-        return rows
-
-    def choose(self, network: Network, x: Tensor) -> Tensor:
-        """The greedy tokens, without storing logits."""
-        if network.config.logit_softcap is not None:
-            return super().choose(network, x)
-        tokens: Tensor = network.head.choose(x)
-        return tokens
-
     def draw(
         self,
         logits_NV: Tensor,
@@ -390,10 +402,6 @@ class NativeBackend(TorchBackend):
         if params.whole and logits_NV.dtype == torch.float32:
             return self.stack.kernels.draw(logits_NV, max(params.temperature, MIN_TEMPERATURE), keys_N)
         return super().draw(logits_NV, params, keys_N, histories)
-
-    def decoding(self, network: Network) -> AbstractContextManager[None]:
-        """Keep PyTorch's threads from competing with the kernels' own."""
-        return self.stack.kernels.single_threaded()
 
 
 def stack_of(backend: TorchBackend) -> Stack | None:
