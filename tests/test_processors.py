@@ -16,7 +16,7 @@ from anabranch.errors import AnabranchWarning, InputError, ModelError
 from anabranch.model import generation_config
 from anabranch.processors import first_penalty, score_processors
 from anabranch.sampling import SamplingParams, process_logits
-from toy_text import VOCABULARY, ToyFolders, byte_tokenizer, save_toys
+from toy_text import VOCABULARY, ToyFolders, byte_tokenizer, save_toys, toy_model
 
 END = VOCABULARY - 1
 PROMPT = [5, 6, 7, 5, 6, 9, 30, 31, 5, 6]
@@ -232,3 +232,21 @@ def test_every_field_of_a_generation_config_has_its_place() -> None:
     known = set().union(*kinds, generation_config.NEUTRAL)
     assert sorted(fields - known) == []
     assert sum(map(len, kinds)) + len(generation_config.NEUTRAL) == len(known), "each has one place"
+
+
+def test_presence_and_frequency_penalties_count_the_new_text_only() -> None:
+    """OpenAI's definition: logit - presence * (count > 0) - frequency * count, without the prompt's tokens."""
+    (penalise,) = score_processors(
+        {"presence_penalty": 0.5, "frequency_penalty": 0.25}, [3, 4], (), max_length=9, vocabulary=6
+    )
+    logits = torch.arange(6, dtype=torch.float32)
+    assert penalise([3, 4], logits).tolist() == logits.tolist()
+    assert penalise([3, 4, 1, 2, 1], logits).tolist() == [0, 0, 1.25, 3, 4, 5]
+
+
+def test_penalties_of_the_new_text_are_those_of_plain_decoding_with_drafts() -> None:
+    with toy_model() as model:
+        options: Any = {"max_new_tokens": 24, "presence_penalty": 0.8, "frequency_penalty": 0.6}
+        plain = model.generate("the thing", drafter="none", **options)
+        assert model.generate("the thing", **options).token_ids == plain.token_ids
+        assert plain.token_ids != model.generate("the thing", max_new_tokens=24).token_ids

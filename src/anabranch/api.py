@@ -120,8 +120,8 @@ class Model:
         self.adapters = tuple(adapters)
         chosen = tuned_drafter(target, adapters) if drafter is None else drafter
         self.spec = resolve_spec(chosen, *self._modules, target=target.decoder)
-        # what was tuned with one prompt at a time does not follow the load
-        self._spec_of_several = (
+        # of several prompts at a time: what was tuned with one at a time does not follow the load
+        self.spec_of_several = (
             self.spec if drafter is not None else resolve_spec(AUTO, *self._modules, target=target.decoder)
         )
         self.known: Known | None = None  # step costs, measured when a drafter first needs them
@@ -185,7 +185,7 @@ class Model:
                 self._scheduler.use(controller)
             return drafter
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """After a call, free an idle cache that is large, and store the yields of the drafters of "auto"."""
         self._scheduler.settle()
         now = time.monotonic()
@@ -290,7 +290,7 @@ class Model:
         docs/python.md): repetition_penalty, no_repeat_ngram_size, sequence_bias, logit_bias, bad_words_ids,
         suppress_tokens, begin_suppress_tokens, min_new_tokens, min_length, forced_bos_token_id, forced_eos_token_id,
         exponential_decay_length_penalty, encoder_repetition_penalty, encoder_no_repeat_ngram_size,
-        remove_invalid_values.
+        remove_invalid_values. presence_penalty and frequency_penalty are those of OpenAI's API.
 
         An option that is None, or left out, has the default of the model's generation config if that states one.
 
@@ -311,7 +311,7 @@ class Model:
         requests = [
             call.request(ids, self.target, seed) for ids, own in zip(prompts, seeds, strict=True) for seed in own
         ]
-        drafter = self.drafter_of(call.drafter or (self.spec if len(requests) == 1 else self._spec_of_several))
+        drafter = self.drafter_of(call.drafter or (self.spec if len(requests) == 1 else self.spec_of_several))
         try:
             results = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
@@ -320,7 +320,7 @@ class Model:
                 cancelled=cancelled,
             )
         finally:
-            self._settle()
+            self.settle()
         if (n := int(call.values["n"])) > 1:
             samples = [results[at : at + n] for at in range(0, len(results), n)]
             return samples[0] if single else samples
@@ -345,7 +345,7 @@ class Model:
             with closing(chunks):
                 yield from chunks
         finally:
-            self._settle()
+            self.settle()
 
     @overload
     def score(self, prompt: str | list[int], *, lora: str | None = None) -> Score: ...

@@ -219,6 +219,7 @@ count = whole(1)
 token_id = allowed("a token id", _is_id)
 temperatures = number("0 (greedy) or a positive number", lambda value: 0 <= value < math.inf)
 counts_or_all = allowed("0 (off) or a positive integer", _is_id)
+finite = number("a finite number", math.isfinite)
 masses = number("greater than 0 and at most 1 (off)", lambda value: 0 < value <= 1)
 fractions = number("at least 0 (off) and less than 1", lambda value: 0 <= value < 1)
 functions = allowed("a list of functions", lambda value: isinstance(value, Sequence) and all(map(callable, value)))
@@ -226,9 +227,15 @@ lora_name = allowed("the name of a loaded LoRA", lambda value: isinstance(value,
 
 
 class ScoreKeywords(TypedDict, total=False):
-    """Options that change scores by the tokens so far, as transformers' ``generate`` has them."""
+    """Options that change scores by the tokens so far: transformers' of the same names, and OpenAI's two penalties."""
 
     repetition_penalty: Annotated[float | None, Option("divide the logits of earlier tokens by this; 1: off", positive)]
+    presence_penalty: Annotated[
+        float | None, Option("subtract this from the logits of tokens that are in the new text; 0: off", finite)
+    ]
+    frequency_penalty: Annotated[
+        float | None, Option("subtract this from a token's logit for each time it is in the new text; 0: off", finite)
+    ]
     no_repeat_ngram_size: Annotated[int | None, Option("repeat no n-gram of this length, the prompt's included", off)]
     sequence_bias: Annotated[
         Mapping[tuple[int, ...], float] | Sequence[Any] | None,

@@ -8,6 +8,7 @@ Legend: V vocabulary, L tokens so far.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -56,6 +57,9 @@ def score_processors(
         made.append(partial(_penalise, prompt, 1 / reward))
     if (penalty := options.get("repetition_penalty") or 1) != 1 and first_penalty(options) == 1:
         made.append(partial(_penalise, None, penalty))
+    presence, frequency = options.get("presence_penalty") or 0.0, options.get("frequency_penalty") or 0.0
+    if presence or frequency:
+        made.append(partial(_penalise_counts, len(prompt), presence, frequency))
     if size := int(options.get("no_repeat_ngram_size") or 0):
         made.append(partial(_forbid_repeats, size, None))
     if size := int(options.get("encoder_no_repeat_ngram_size") or 0):
@@ -105,6 +109,16 @@ def _check_ids(options: ScoreKeywords, vocabulary: int) -> None:
 def _penalise(text: Ids | None, penalty: float, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
     """Penalise the tokens of a text; None: the tokens so far."""
     return penalised(logits_V, tokens if text is None else text, penalty)
+
+
+def _penalise_counts(start: int, presence: float, frequency: float, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
+    """Lower the logits of the tokens from ``start`` on, once and for each time that they occur, as in OpenAI's API."""
+    counts = Counter(tokens[start:])
+    if not counts:
+        return logits_V
+    where = torch.tensor([*counts], device=logits_V.device)
+    amounts = [presence + frequency * count for count in counts.values()]
+    return logits_V.index_add(0, where, torch.tensor(amounts, dtype=logits_V.dtype, device=logits_V.device), alpha=-1)
 
 
 def _bias(added: Biases, tokens: Sequence[int], logits_V: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ __all__ = [
     "process_logits",
     "target_probs",
     "target_tokens",
+    "top_log_probs",
 ]
 
 BLOCK = 256  # vocabulary entries: inverse_cdf first sums blocks of them, to keep its float64 prefix sums short
@@ -255,6 +256,13 @@ def log_probs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
     """Return the raw log probability [N], float32, of one token per row: without temperature or masks."""
     logits_NV = logits_NV.float()
     return logits_NV.gather(-1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(dim=-1)
+
+
+def top_log_probs(logits_NV: Tensor, most: int) -> list[dict[int, float]]:
+    """Return the ``most`` largest raw log probabilities of each row by token id, the largest first."""
+    best = logits_NV.float().log_softmax(dim=-1).topk(most, dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [dict(zip(tokens, values, strict=True)) for tokens, values in pairs]
 
 
 def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None) -> Tensor:

@@ -20,7 +20,7 @@ from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.drafter import Drafter
 
-__all__ = ["Chunk", "Generation", "generate", "stream"]
+__all__ = ["Chunk", "Generation", "Output", "generate", "stream"]
 
 SHOWN = 60  # characters of a text in its representation
 
@@ -91,7 +91,7 @@ class Chunk(NamedTuple):
     result: Generation | None = None
 
 
-class _Output:
+class Output:
     """The output of one request while it is being decoded; ``whole``: its text is wanted only in the result."""
 
     def __init__(self, ticket: Ticket, tokenizer: Any, stop: Sequence[str], *, whole: bool = False) -> None:
@@ -155,7 +155,7 @@ def _chunks(
     scheduler: Scheduler, request: Request, drafter: Drafter, tokenizer: Any, stop: Sequence[str]
 ) -> Generator[Chunk, None, None]:
     ticket = scheduler.submit(request, drafter, checked=True)
-    output = _Output(ticket, tokenizer, stop)
+    output = Output(ticket, tokenizer, stop)
     try:
         for step in scheduler.steps(ticket):
             chunk = output.add(step)
@@ -186,7 +186,7 @@ def generate(
     """
     for request in requests:
         scheduler.check(request, drafter)
-    waiting, running = deque(enumerate(requests)), deque[tuple[int, Ticket, _Output]]()
+    waiting, running = deque(enumerate(requests)), deque[tuple[int, Ticket, Output]]()
     results: dict[int, Generation] = {}
     try:
         with scheduler.target.inference():  # entered once for all ticks
@@ -194,7 +194,7 @@ def generate(
                 while waiting and len(running) < rows:
                     index, request = waiting.popleft()
                     ticket = scheduler.submit(request, drafter, checked=True)
-                    running.append((index, ticket, _Output(ticket, tokenizer, stop, whole=True)))
+                    running.append((index, ticket, Output(ticket, tokenizer, stop, whole=True)))
                 if not any(ticket.steps or ticket.done for _, ticket, _ in running):
                     scheduler.advance(running[0][1])
                 for entry in list(running):

@@ -169,6 +169,16 @@ class Scheduler:
         if self.engine is not None:
             self.engine.use(controller)
 
+    def limit(self, rows: int) -> None:
+        """Decode at most ``rows`` requests at a time from now on; call before requests come."""
+        assert not self.busy, "requests are in progress"
+        self.rows = self._most = rows
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that have no row yet."""
+        return len(self._waiting)
+
     @property
     def busy(self) -> bool:
         """Whether anything is waiting or decoding."""

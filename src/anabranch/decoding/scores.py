@@ -17,7 +17,7 @@ from torch import Tensor
 from anabranch.decoding.batch import Member
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
-from anabranch.sampling import argmax, generator, log_probs, position_keys, target_probs
+from anabranch.sampling import argmax, generator, log_probs, position_keys, target_probs, top_log_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict, match, reject
 
@@ -98,10 +98,8 @@ class Scores:
 
     def top_log_probs(self, b: int, verdict: Verdict, count: int, most: int) -> tuple[dict[int, float], ...]:
         """The ``most`` largest raw log probabilities by token id, at each of ``count`` emitted tokens of row ``b``."""
-        logits_NV = self.logits[b][torch.tensor(verdict.path[:count], device=self.logits[b].device)].float()
-        best = logits_NV.log_softmax(dim=-1).topk(most, dim=-1)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return tuple(dict(zip(tokens, values, strict=True)) for tokens, values in pairs)
+        nodes = torch.tensor(verdict.path[:count], device=self.logits[b].device)
+        return tuple(top_log_probs(self.logits[b][nodes], most))
 
 
 def _gathered(result: PassResult, rows: Sequence[int]) -> tuple[Tensor, list[slice]]:

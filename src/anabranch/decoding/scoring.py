@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,9 +12,9 @@ from anabranch.decoding.batch import check_tokens
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import CapabilityError, InputError, NumericsError
 from anabranch.model.inputs import Inputs
-from anabranch.sampling import log_probs
+from anabranch.sampling import log_probs, top_log_probs
 
-__all__ = ["Score", "perplexity", "score"]
+__all__ = ["Score", "perplexity", "score", "scoring"]
 
 CHUNK = 128  # tokens of a pass; their logits take 25 MB at 49,152 words
 
@@ -23,11 +23,13 @@ CHUNK = 128  # tokens of a pass; their logits take 25 MB at 49,152 words
 class Score:
     """A text's tokens, and the target's raw log probability of each given those before; the first has none.
 
-    log_probs  [len(token_ids) - 1], of all tokens but the first
+    log_probs      [len(token_ids) - 1], of all tokens but the first
+    top_log_probs  [len(token_ids) - 1], at each of them the most probable tokens by id, as many as were asked for
     """
 
     token_ids: list[int]
     log_probs: list[float]
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
 
     @property
     def total(self) -> float:
@@ -52,6 +54,24 @@ def perplexity(scores: Sequence[Score]) -> float:
 def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) -> Score:
     """The score of one text. Passes alternate with the steps of texts that are being decoded.
 
+    Raises what ``scoring`` raises.
+    """
+    passes = scoring(scheduler, tokens, lora)
+    while True:
+        try:
+            next(passes)
+        except StopIteration as ended:
+            result: Score = ended.value
+            return result
+
+
+def scoring(
+    scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None, *, top: int = 0
+) -> Generator[None, None, Score]:
+    """Score one text pass by pass, for a caller that decodes other texts in between; returns the score.
+
+    top  of how many of the most probable tokens to give the log probabilities at each place
+
     Raises InputError for a text that does not fit the model, CapabilityError for a target whose passes have streams.
     """
     target, config = scheduler.target, scheduler.target.config
@@ -65,6 +85,7 @@ def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) 
             f"the text has {len(tokens)} tokens, but the model's limit is {config.max_positions}; split it"
         )
     values: list[float] = []
+    best: list[dict[int, float]] = []
     with scheduler.alone(), target.inference():
         cache = target.new_cache(1, len(tokens))
         cache.add_row(target.rope().prompt(len(tokens), len(tokens)))
@@ -76,6 +97,8 @@ def score(scheduler: Scheduler, tokens: Sequence[int], lora: str | None = None) 
             after = torch.tensor(tokens[start + 1 : start + 1 + len(chunk)], device=target.device)
             assert result.logits_MV is not None, "needed"
             values += log_probs(result.logits_MV, after).tolist()
+            best += top_log_probs(result.logits_MV, top) if top else []
+        yield
     if not all(map(math.isfinite, values)):
         raise NumericsError("the model's scores are not finite numbers; load it with dtype='float32'")
-    return Score(list(tokens), values)
+    return Score(list(tokens), values, best)

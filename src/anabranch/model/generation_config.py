@@ -23,7 +23,8 @@ __all__ = ["HARMLESS", "HONOURED", "NEUTRAL", "SUGGESTED", "GenerationDefaults",
 
 CUTS = ("top_k", "top_p", "min_p")
 LENGTHS = ("max_new_tokens", "max_length")
-HONOURED = frozenset((*{*SCORES} - {"logit_bias"}, *CUTS, *LENGTHS, "stop_strings", "eos_token_id"))
+OURS = ("logit_bias", "presence_penalty", "frequency_penalty")  # options of a call that transformers has not
+HONOURED = frozenset((*{*SCORES} - {*OURS}, *CUTS, *LENGTHS, "stop_strings", "eos_token_id"))
 SUGGESTED = frozenset(("do_sample", "temperature"))
 # Fields that change no token of greedy decoding or sampling, whatever their value.
 HARMLESS = frozenset(
