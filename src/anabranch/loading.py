@@ -125,13 +125,15 @@ def load(
     config: LoadConfig,
     *,
     pack: bool = True,
+    stored: bool = False,
     adapters: bool = True,
     fetch: Callable[[], object] = lambda: None,
     progress: Packing | None = None,
 ) -> Loaded:
     """Set the threads, load the target, find its adapters, and pack its weights for the native kernels.
 
-    pack      whether to pack the weights; packed weights have no gradients, so not for training
+    pack      whether to pack the weights; packed weights have no gradients, so not for most trainings
+    stored    without ``pack``: still pack a quantised GGUF file as it is stored
     adapters  whether to load adapters
     fetch     downloads the default model if it is missing, and shows the progress; called before that model is loaded
     progress  called while the weights of a GGUF file are packed
@@ -144,10 +146,10 @@ def load(
     if config.model == "default":
         fetch()
     with plain_torch():
-        return _load(config, pack=pack, adapters=adapters, progress=progress)
+        return _load(config, pack=pack, stored=stored, adapters=adapters, progress=progress)
 
 
-def _load(config: LoadConfig, *, pack: bool, adapters: bool, progress: Packing | None) -> Loaded:
+def _load(config: LoadConfig, *, pack: bool, stored: bool, adapters: bool, progress: Packing | None) -> Loaded:
     from anabranch.adapters.folder import find_adapters
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
@@ -161,7 +163,7 @@ def _load(config: LoadConfig, *, pack: bool, adapters: bool, progress: Packing |
         dtype=config.dtype,
         device=config.device,
         # weights as they are stored are packed, and packed weights have no gradients and take no LoRAs
-        quantize="none" if config.quantize == "auto" and (config.loras or not pack) else config.quantize,
+        quantize="none" if config.quantize == "auto" and (config.loras or not (pack or stored)) else config.quantize,
         revision=config.revision,
         lora=None if config.lora is None else config.lora.expanduser(),
         keep=config.cache,

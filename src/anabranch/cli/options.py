@@ -198,7 +198,7 @@ class Prompts:
             warnings.warn(sentence + more, AnabranchWarning, stacklevel=2)
 
 
-def load(loading: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Loaded:
+def load(loading: LoadConfig, *, pack: bool = True, stored: bool = False, adapters: bool = True) -> Loaded:
     """Load the model and adapters; the default model is downloaded first if necessary, with a progress bar."""
     from anabranch.cli import models
     from anabranch.cli.show import Wait, packing_progress
@@ -206,7 +206,9 @@ def load(loading: LoadConfig, *, pack: bool = True, adapters: bool = True) -> Lo
 
     with Wait() as wait:
         progress = packing_progress(wait)
-        return load_config(loading, pack=pack, adapters=adapters, fetch=models.fetch_default, progress=progress)
+        return load_config(
+            *(loading,), pack=pack, stored=stored, adapters=adapters, fetch=models.fetch_default, progress=progress
+        )
 
 
 def check_at_least(least: int, **values: int | None) -> None:

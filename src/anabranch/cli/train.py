@@ -169,8 +169,11 @@ class _Run:
 
 
 @contextmanager
-def _prepared(config: TrainConfig, recipe: Recipe) -> Iterator[_Run]:
-    """Load the target and read the data; while the training runs, Ctrl-C says how to resume it."""
+def _prepared(config: TrainConfig, recipe: Recipe, *, packed: bool = False) -> Iterator[_Run]:
+    """Load the target and read the data; while the training runs, Ctrl-C says how to resume it.
+
+    packed  the target may be packed as its file stores it
+    """
     from anabranch.cli import train_data
     from anabranch.cli.screen import resumable, screen, silent, stored_step
     from anabranch.support.files import shown_command
@@ -188,7 +191,7 @@ def _prepared(config: TrainConfig, recipe: Recipe) -> Iterator[_Run]:
     run = config.out / "training"
     with joined() as processes, screen() if processes.first else silent() as shown, resumable(run):
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
-        target = options.load(config.loading, pack=False, adapters=False).target
+        target = options.load(config.loading, pack=False, stored=packed, adapters=False).target
         answered, own = train_data.write_data(target, config.data, recipe.options.seed, config.out, shown)
         if task is not None:
             shown.say(task.summary())
@@ -229,7 +232,9 @@ def _train_method(command: str, config: MethodTrainConfig, given: dict[str, Any]
     recipe = of.recipe(config.recipe, train_data.with_new_data(config.data, of.options, given))
     train_data.self_data(config.data, recipe.options.seed)  # raises InputError for a value out of range
     check_init(config.init)
-    with _prepared(config, recipe) as run:
+    assert method.trained is not None
+    packed = method.trained.packed(recipe) and recipe.options.target_format != "nf4" and not config.shard_target
+    with _prepared(config, recipe, packed=packed) as run:
         start = start_folder(config.init, recipe, method, run.target)
         run.shown.say("starts from fresh weights" if start is None else f"starts from the adapter {start.name}")
         init = config.init if start is None else start

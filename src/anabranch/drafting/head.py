@@ -123,7 +123,7 @@ class DraftHead:
             return
         if weight is None:
             whole = len(self.vocabulary) == target.config.vocab_size
-            unpacked = whole and target.backend.kernels is None
+            unpacked = whole and target.backend.kernels is None and target.head.weight is not None
             weight = target.head.weight if unpacked else target.head_rows(self.vocabulary)
         if bias is None and self.bias is not None:
             bias = self.bias[self.vocabulary]

@@ -37,6 +37,11 @@ class Trainable(nn.Module):
         """Multiples of the learning rate by the name of a parameter; it is 1 for all that are not named."""
         return {}
 
+    @property
+    def lowest(self) -> int:
+        """The lowest of the target's layers that gradients pass through, counted from 0."""
+        return 0
+
     def clipped(self, options: Any) -> list[list[nn.Parameter]]:
         """The parameters, in groups whose gradients are clipped together; ``options`` are the objective's."""
         return [list(self.parameters())]
@@ -109,6 +114,8 @@ class Trained:
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
                store and the target that it belongs to where training has made another target, otherwise None
+    packed     (recipe) -> whether gradients pass through the top layers only, from ``Trainable.lowest`` on, so that the
+               target may be packed as its file stores it
     published  the layouts of others' checkpoints that are read as adapters of this method
     """
 
@@ -121,6 +128,7 @@ class Trained:
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
     fresh: Callable[[Decoder, Any], None] | None = None
     rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
+    packed: Callable[[Recipe], bool] = lambda recipe: False
     published: tuple[Layout, ...] = ()
 
     @property

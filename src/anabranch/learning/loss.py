@@ -37,7 +37,7 @@ class Vocabulary:
         place = torch.full((target.config.vocab_size,), -1, device=device)
         place[ids] = torch.arange(len(ids), device=device)
         bias = None if target.head.bias is None else target.head.bias[ids]
-        return Vocabulary(target.head.weight[ids], bias, place)
+        return Vocabulary(target.head_rows(ids), bias, place)
 
 
 def _cross_entropy(

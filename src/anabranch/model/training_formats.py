@@ -82,7 +82,8 @@ class Int8Linear(nn.Module):
         return self._multiply(slope, self._backward, None)
 
     def _multiply(self, x: Tensor, weight: native.Packed, bias: Tensor | None) -> Tensor:
-        rows = x.float().flatten(0, -2).contiguous()
+        known = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+        rows = known.flatten(0, -2).contiguous()
         return self.kernels.linear(rows, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.outputs)
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Decoder
-from anabranch.model.training_formats import multiply_in_int8, quantize_to_nf4
+from anabranch.model.learner import learner_of_packed
+from anabranch.model.training_formats import Int8Linear, multiply_in_int8, quantize_to_nf4
 
-__all__ = ["ARITHMETIC", "chosen_dtype", "learner_of"]
+__all__ = ["ARITHMETIC", "INT8", "chosen_dtype", "chosen_products", "learner_of", "packed_learner"]
 
 ARITHMETIC = "arithmetic"  # in the plan of a run's checkpoint
+INT8 = "int8"
 ROWS, ROUNDS = 512, 5
 FASTER = 1.2  # how much faster float32 must be: its activations take twice the memory
 
@@ -48,6 +51,50 @@ def chosen_dtype(decoder: Decoder, form: str, stored: Mapping[str, Any] | None =
             torch.nn.functional.linear(rows, weight)
             best[dtype] = min(best[dtype], time.perf_counter() - began)
     return torch.float32 if best[own] > FASTER * best[torch.float32] else own
+
+
+def chosen_products(decoder: Decoder, form: str, stored: Mapping[str, Any] | None = None) -> str:
+    """The products of the top layers of a packed target: "int8", or the name of the target's type.
+
+    The arguments are those of ``chosen_dtype``. The format "stored" takes the faster products: times one of them,
+    forward and backward. Raises CapabilityError for nf4.
+    """
+    if form == "nf4":
+        raise CapabilityError(
+            "a target that is packed as its file stores it is not held in nf4; leave --target-format out, or load it "
+            "with --quantize none"
+        )
+    own = str(decoder.dtype)
+    if form == INT8:
+        return INT8
+    if stored is not None:
+        return str((stored.get("plan") or {}).get(ARITHMETIC, own))
+    width = decoder.config.hidden_size // 32 * 32
+    if not width:
+        return own
+    weight, rows = torch.ones(4 * width, width, dtype=decoder.dtype), torch.ones(ROWS, width, dtype=decoder.dtype)
+    slopes, int8 = torch.ones(ROWS, 4 * width, dtype=decoder.dtype), Int8Linear(weight, None)
+
+    def narrow() -> None:
+        int8.product(rows)
+        int8.gradient(slopes)
+
+    def plain() -> None:
+        torch.nn.functional.linear(rows, weight)
+        slopes @ weight
+
+    return min(((INT8, narrow), (own, plain)), key=lambda kind: min(_seconds(kind[1]) for _ in range(ROUNDS)))[0]
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def packed_learner(decoder: Decoder, lowest: int, products: str) -> Decoder:
+    """The decoder for gradients through the layers of a packed target from ``lowest`` on."""
+    return learner_of_packed(decoder, lowest, int8=products == INT8)
 
 
 def learner_of(decoder: Decoder, form: str, dtype: torch.dtype) -> Decoder:

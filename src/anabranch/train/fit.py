@@ -28,7 +28,7 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.training_formats import Nf4Linear
 from anabranch.support.memory import keep_memory
 from anabranch.train.advice import Watch, before
-from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, learner_of
+from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, chosen_products, learner_of, packed_learner
 from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import digest, split
 from anabranch.train.logs import check_logs
@@ -81,6 +81,7 @@ class Subject:
     name       of the method, which a run in a folder belongs to
     make       training examples -> the module with its initial weights, and what the record says of them, if anything
     objective  as ``Trained.objective``
+    packed     as ``Trained.packed``
     packs      whether the training runs the frozen target often, so that a packed copy of it pays
     """
 
@@ -88,6 +89,7 @@ class Subject:
     make: Callable[[Sequence[Example]], tuple[Trainable, str | None]]
     objective: Learn
     packs: bool = True
+    packed: Callable[[Recipe], bool] = lambda recipe: False
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,18 @@ def fit(
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     module, begun = subject.make(training)
     form, sharding = recipe.options.target_format, options.get("shard_target", False)
-    dtype = target.decoder.dtype
-    if not (sharding or form == "nf4"):
-        dtype = processes.broadcast(chosen_dtype(target.decoder, form, read_checkpoint(run) if resume else None))
-    learner, frozen = _decoders(target, recipe, dtype, processes if sharding else None, packs=subject.packs)
+    stored, dtype = read_checkpoint(run) if resume else None, target.decoder.dtype
+    if target.quantize == "stored":
+        arithmetic = _packed(target, subject, recipe, processes, stored, sharding=sharding)
+        learner, frozen = packed_learner(target.decoder, module.lowest, arithmetic), target.decoder
+    else:
+        if not (sharding or form == "nf4"):
+            dtype = processes.broadcast(chosen_dtype(target.decoder, form, stored))
+        learner, frozen = _decoders(target, recipe, dtype, processes if sharding else None, packs=subject.packs)
+        arithmetic = str(dtype)
     objective = subject.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": subject.name, "target": target.fingerprint[:12]}
-    plan = {**whose, **_made_with(recipe), ARITHMETIC: str(dtype)}
+    plan = {**whose, **_made_with(recipe), ARITHMETIC: arithmetic}
     trainer = Trainer(
         *(learner, module, objective, training, held_out, recipe.options, run),
         plan=plan,
@@ -164,7 +171,7 @@ def fit(
         "steps": trainer.done,
         **_stopping(trainer),
         "seconds": round(trainer.seconds, 1),
-        ARITHMETIC: str(dtype).removeprefix("torch."),
+        ARITHMETIC: arithmetic.removeprefix("torch."),
         "options": {**asdict(recipe.options), "warmup": trainer.warmup, "loss": asdict(recipe.loss)},
         "held_out": len(held_out),
         "max_tokens": recipe.max_tokens,
@@ -220,10 +227,23 @@ def _check_lengths(target: Target, examples: Iterable[Example]) -> None:
 
 def packed_copy(target: Target) -> Decoder:
     """The decoder for passes without gradients: a packed copy of the target's, or its own if that cannot be packed."""
-    if target.decoder.device.type != "cpu" and target.quantize == "none":
+    if target.quantize == "stored" or (target.decoder.device.type != "cpu" and target.quantize == "none"):
         return target.decoder
     copied = copy.deepcopy(target.decoder)
     return copied if pack_decoder(copied) else target.decoder
+
+
+def _packed(
+    target: Target, subject: Subject, recipe: Recipe, processes: Processes, stored: Any, *, sharding: bool
+) -> str:
+    """The arithmetic of a training through the top layers of a packed target. Raises CapabilityError."""
+    if sharding or not subject.packed(recipe):
+        what = "that is sharded" if sharding else f"{subject.name} of this recipe"
+        raise CapabilityError(
+            f"training {what} needs the target's weights as they are, and they are packed as the file stores them; "
+            "load it with quantize='none'"
+        )
+    return processes.broadcast(chosen_products(target.decoder, recipe.options.target_format, stored))
 
 
 def _decoders(

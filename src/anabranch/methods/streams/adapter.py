@@ -253,6 +253,11 @@ class StreamModule(TrainedModule):
         self.register_buffer("vocabulary", ids, persistent=True)
 
     @property
+    def lowest(self) -> int:
+        """The first layer that streams run through."""
+        return self.start
+
+    @property
     def terms(self) -> list[nn.Module]:
         """The trained terms besides those of layers: of roots, and of conditions."""
         return [term for term in (self.root, self.conditioner) if term is not None]

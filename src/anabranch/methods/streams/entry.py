@@ -56,6 +56,11 @@ def _describe(config: StreamConfig) -> str:
     return f"{size}; shared mode: main rows attend to their own streams, which are part of the target{where}"
 
 
+def _packed(recipe: Recipe) -> bool:
+    """Whether the target may be packed: its weights are neither tuned, nor rounded with those of streams."""
+    return recipe.config.mode == "lossless" and not recipe.loss.rounding
+
+
 TRAINED = Trained(
     training=TRAINING,
     module=StreamAdapter,
@@ -66,6 +71,7 @@ TRAINED = Trained(
     fresh=scale_to_target,
     export=export_tuned,
     rider=own_rider,
+    packed=_packed,
 )
 
 METHOD = Method(

@@ -243,18 +243,28 @@ class StreamObjective:
             plain, _ = self._cross_entropy(words, states[some], place_BPS[some], weight)
             loss = loss + self.options.unconditioned * plain
         if self.adapter.prune is not None and self.options.pruning:
-            loss = loss + self.options.pruning * self._pruning_loss(frozen, tokens, positions_BP, real_BP)
+            loss = loss + self.options.pruning * self._pruning_loss(words, frozen, tokens, positions_BP, real_BP)
         right_S = torch.zeros(self.predictors, device=tokens.device).index_add_(0, stream_M, right.float())
         return Scores(loss, right_S, inside.sum((0, 1)).float())
 
-    def _pruning_loss(self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, real_BP: Tensor) -> Tensor:
-        """Next-token loss of the early-exit adapter at some positions, scaled to the number of all positions."""
+    def _pruning_loss(
+        self, words: Vocabulary, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, real_BP: Tensor
+    ) -> Tensor:
+        """Next-token loss of the early-exit adapter at some positions, scaled to the number of all positions.
+
+        It is over all tokens, or over ``words`` where the target's head passes no gradients.
+        """
         stride = self.options.pruning_stride
         some = real_BP & (positions_BP % stride == 0)
         rows = torch.arange(len(tokens_BT), device=tokens_BT.device)[:, None].expand_as(positions_BP)[some]
         entry = frozen.entry_BTD[rows, positions_BP[some]]
+        following = tokens_BT[rows, positions_BP[some] + 1]
+        if self.target.head.weight is None:
+            states = self.target.norm(self.adapter.early_exit(entry))
+            weight = torch.ones(len(following), device=states.device)
+            return stride * self._cross_entropy(words, states, words.place[following], weight)[0]
         logits = early_exit_logits(self.target, self.adapter, entry[None])[0].float()
-        return stride * F.cross_entropy(logits, tokens_BT[rows, positions_BP[some] + 1], reduction="sum")
+        return stride * F.cross_entropy(logits, following, reduction="sum")
 
     def evaluate(self, examples: Sequence[Example], *, nodes: Sequence[int] = ()) -> dict[str, Any]:
         """Predicted mean acceptance length and accuracy by stream, for the default tree of 16 nodes ("tree").
