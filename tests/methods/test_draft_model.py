@@ -16,6 +16,7 @@ import torch
 import anabranch
 from anabranch.decoding.engine import Engine, Request
 from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
@@ -460,6 +461,40 @@ def test_a_draft_model_from_a_folder(toys: ToyFolders, settings: str) -> None:
             assert warm.stats.mean_acceptance_length > 4
 
 
+@pytest.mark.parametrize("shape", ["chain", "best"])
+def test_a_draft_model_inside_a_draft_model_changes_no_tree(shape: str) -> None:
+    target = small()
+    asked = [Request([3, 4, 5, 6, 7] * 3, 24), request(6, 1, 24), Request([8, 9] * 9, 16)]
+    alone = DraftModelDrafter(target, near(target), SHAPES[shape])
+    inmost = DraftModelDrafter(
+        target, near(target), DraftModelSettings("chain", tokens="3"), inner=PromptLookupDrafter(tokens=3)
+    )
+    staged = Compared(target, alone.model, SHAPES[shape], inner=inmost)
+    found, with_inner = decode(target, asked, staged, rows=2)
+    wanted, without = decode(target, asked, alone, rows=2)
+    assert found == wanted == decode(target, asked)[0]
+    for one, two in zip(with_inner, without, strict=True):
+        assert [step.tree.tokens.tolist() for step in one] == [step.tree.tokens.tolist() for step in two]
+    assert staged.reader.passes < alone.reader.passes
+    assert inmost.reader.passes > 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_no_pass_has_more_guesses_than_asked_for(most: int) -> None:
+    target, widest = small(), 0
+
+    class Watched(DraftModelDrafter):
+        def _guesses(self, row: Row, asked: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
+            nonlocal widest
+            found = super()._guesses(row, asked, nodes, depth)
+            widest = max(widest, len(found))
+            return found
+
+    drafter = Watched(target, near(target), SHAPES["best"], inner=PromptLookupDrafter(tokens=9), guesses=most)
+    decode(target, [Request([3, 4, 5, 6, 7] * 5, 20)], drafter)
+    assert widest == min(most, SHAPES["best"].deepest - 1)
+
+
 def test_staged_from_folders(toys: ToyFolders) -> None:
     text = f"staged:model={toys.model},nodes=8,inner=prompt_lookup:tokens=3;ngram=2"
     assert str(parse_spec(text)) == text
@@ -472,6 +507,15 @@ def test_staged_from_folders(toys: ToyFolders) -> None:
                 == model.generate("the the the", drafter="none", temperature=temperature, **asked).token_ids
             )
             assert found.stats.mean_acceptance_length > 1.5
+
+
+def test_a_staged_drafter_inside_a_staged_drafter(toys: ToyFolders) -> None:
+    text = f"staged:model={toys.model},nodes=8,inner=staged:model={toys.model};inner=suffix,guesses=3"
+    assert str(parse_spec(text)) == text
+    with anabranch.load(toys.model, drafter=text, dtype="float32") as model:
+        asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+        found = model.generate("the the the", **asked)
+        assert found.token_ids == model.generate("the the the", drafter="none", **asked).token_ids
 
 
 def test_combined_from_folders(toys: ToyFolders) -> None:
@@ -538,7 +582,8 @@ def test_vocabularies_are_compared_by_id() -> None:
         ("draft_model:threshold=1", "threshold must be a probability"),
         ("draft_model:quantize=int3", "quantize must be one of"),
         ("draft_model:folder=x", "has no setting 'folder=x'; settings are model, tree, nodes, tokens"),
-        ("staged:inner=none", "inner must be one of prompt_lookup, suffix, ngram, rest, got 'none'"),
+        ("staged:inner=none", "must be one of prompt_lookup, suffix, ngram, rest, draft_model, staged, got 'none'"),
+        ("staged:guesses=0", "guesses must be at least 1, got 0"),
         ("staged:inner=streams", "inner must be one of .*, got 'streams'"),
         ("staged:inner=auto", "inner must be one of .*, got 'auto'"),
         ("staged:inner=oak:tokens=2", "inner must be one of .*, got 'oak'"),

@@ -27,10 +27,11 @@ from anabranch.model.passes import PassResult
 from anabranch.model.quantize import check_quantization
 from anabranch.sampling import gumbels, position_keys, process_logits, target_probs
 
-__all__ = ["DraftModelDrafter", "DraftModelSettings"]
+__all__ = ["GUESSES", "DraftModelDrafter", "DraftModelSettings"]
 
 LONGEST = 10  # tokens of a draft whose length the load decides
 MOST_TOKENS = 256
+GUESSES = 4
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ class DraftModelSettings(TreeSettings):
 class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
     """Drafts from a smaller model with the target's vocabulary.
 
-    model  the draft model: any decoder that reads the target's token ids
-    inner  guesses the draft model's own tokens, so that one of its passes may serve for several (staged)
+    model    the draft model: any decoder that reads the target's token ids
+    inner    guesses the draft model's own tokens, so that one of its passes may serve for several (staged)
+    guesses  of a row in one pass of the draft model, at most
     """
 
     name = "draft_model"
@@ -109,6 +111,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
         settings: DraftModelSettings | None = None,
         *,
         inner: Drafter | None = None,
+        guesses: int = GUESSES,
     ) -> None:
         settings = settings or DraftModelSettings()
         if model.config.recurrent is not None:
@@ -122,7 +125,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
                 f"the draft model reads {model.config.max_positions} tokens at most, too few to draft "
                 f"{self.depth}; lower tokens"
             )
-        self.guesser = None if inner is None else Guesser(inner)
+        self.guesser = None if inner is None else Guesser(inner, guesses)
         self._words = min(target.config.vocab_size, model.config.vocab_size)
 
     @property

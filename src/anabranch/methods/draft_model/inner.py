@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anabranch.drafting.autoregressive import AutoregressiveDrafter
 from anabranch.drafting.drafter import Call, Drafter, Row, Taps, tally
 from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError
@@ -27,23 +28,26 @@ class Guesser:
     """An inner drafter and its view of the rows.
 
     A drafter that keeps nothing for a row is a function of the text, so it is asked behind each node whose next tokens
-    are wanted. One that indexes the text, which must only grow, is asked behind the text alone.
+    are wanted. One that indexes or caches the text, which must only grow, is asked behind the text alone.
+
+    most  guesses of a row in one pass, at most: each is one more row of that pass
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, most: int) -> None:
         if drafter.rider is not None or drafter.needs != Taps():
             raise CapabilityError(
                 f"the inner drafter {drafter.name!r} needs hidden states of its target; use a model-free one, such as "
                 "inner=prompt_lookup"
             )
-        self.drafter = drafter
+        self.drafter, self.most = drafter, most
         self._rows: dict[Row, _Inside] = {}
 
     def join(self, row: Row) -> None:
         """A row joins the batch."""
         inside = Row(row.tokens, row.prompt_length, row.sampling)
         self.drafter.join(inside)
-        self._rows[row] = _Inside(inside, self.drafter in inside.state)
+        keeps = self.drafter in inside.state or isinstance(self.drafter, AutoregressiveDrafter)
+        self._rows[row] = _Inside(inside, keeps)
 
     def leave(self, row: Row) -> None:
         """A row leaves the batch."""
@@ -61,8 +65,10 @@ class Guesser:
             return []
         inside.row.tokens = [*row.tokens, *asked.path(node)] if node else row.tokens
         inside.row.max_depth = depth - asked.depths[node]
-        (tree,) = self.drafter.draft([inside.row], self.drafter.max_nodes)
-        tally(Call("inner"), [row])
+        (tree,) = self.drafter.draft([inside.row], min(self.most + 1, self.drafter.max_nodes))
+        for call in inside.row.calls or (Call("inner"),):
+            tally(call, [row])
+        inside.row.calls.clear()
         at = [node]
         for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
             above = at[parent]
