@@ -231,8 +231,8 @@ def test_a_prompt_of_several_chunks_is_as_one_that_is_read_at_once(name: str) ->
     asked = replace(request(2 * CHUNK + 102, 1, 24), on_prompt=lambda done, total: read.append((done, total)))
     engine, texts = Engine(target, DRAFTERS[name](target), capacity=long), []
     for chunk, drafter in ((CHUNK, None), (long, NoDrafter())):
-        engine.join(asked, drafter)
-        while not engine.read(chunk):
+        key = engine.join(asked, drafter)
+        while engine.read(key, chunk):
             pass
         texts.append([token for step in engine.run() for token in step.tokens])
     total = 2 * CHUNK + 101  # the last token is the first root

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from anabranch.decoding import scheduler as module
+from anabranch.decoding import ticks
 from anabranch.decoding.batch import Member
 from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.prefixes import Family
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import OutOfMemoryError
 from anabranch.methods import make_drafter
@@ -26,7 +28,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.native.library import library
 from anabranch.support import memory
 from anabranch.support.memory import free_memory, zeroed
-from small import decode, request, small, small_adapter
+from small import decode, prompt, request, small, small_adapter
 
 PLAIN = NoDrafter()
 
@@ -131,7 +133,7 @@ class Machine:
 
         monkeypatch.setattr(Cache, "__init__", watched)
         monkeypatch.setattr(caches, "MIN_CAPACITY", 8)
-        monkeypatch.setattr(module, "AHEAD", 2)
+        monkeypatch.setattr(ticks, "AHEAD", 2)
         for place in (caches, module):
             monkeypatch.setattr(place, "free_memory", lambda device=None: (self.tokens - self.used) * self.each)
             monkeypatch.setattr(place, "HEADROOM", 0)
@@ -192,7 +194,7 @@ def test_a_cache_that_grew_in_inference_mode_is_written_outside_of_it(native: bo
         cache = cache.resized(2, 16)
     cache.add_row()
     ones = torch.ones(config.num_layers, config.num_kv_heads, 3, config.head_dim)
-    cache.put(0, ones, ones)
+    cache.put(0, 0, ones, ones)
     assert cache.keys.sum() == ones.numel()
 
 
@@ -221,11 +223,12 @@ def test_kept_texts_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(target, prefix_bytes=2**20)
     scheduler.submit(request(30, 1, 10), PLAIN)
     finish(scheduler)
-    assert scheduler._prefixes
+    assert scheduler.prefixes.nbytes
     ticket = scheduler.submit(request(3, 2, 85), PLAIN)
     finish(scheduler)
     assert ticket.error is None
-    assert all(len(prefix.tokens) > 80 for prefix in scheduler._prefixes), "only the new one is kept"
+    family = Family(None, target.rope().key(3))
+    assert [scheduler.prefixes.find(family, prompt(30, 1)), scheduler.prefixes.find(family, prompt(3, 2))] == [0, 3]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,22 @@ def test_rows_leave_early_and_others_go_on() -> None:
     assert not drafter.reader._places
 
 
+def test_prompts_that_are_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.decoding.ticks.CHUNK", 8)
+    monkeypatch.setattr("anabranch.decoding.ticks.SHARED_CHUNK", 8)
+    target = small()
+    drafter = Compared(target, head(target), **SHAPES["best"])
+    scheduler = Scheduler(target, rows=3)
+    asked, tickets = [request(count, count, 20) for count in (50, 25, 9)], []
+    for each in asked:
+        tickets.append(scheduler.submit(each, drafter))
+        scheduler.tick()
+    while scheduler.busy:
+        scheduler.tick()
+    assert [ticket.emitted for ticket in tickets] == decode(target, asked)[0]
+    assert drafter.compared > 10
+
+
 def test_a_prompt_that_begins_like_an_earlier_text_is_read_from_where_they_differ() -> None:
     target = small()
     drafter = Compared(target, head(target), **SHAPES["best"])

@@ -99,6 +99,21 @@ def test_cancelled_rows_leave_the_others_as_they_are() -> None:
     assert [said[key] for key in keys[1:]] == plain[1:]
 
 
+def test_prompts_that_are_read_in_turn_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.decoding.ticks.CHUNK", 8)
+    monkeypatch.setattr("anabranch.decoding.ticks.SHARED_CHUNK", 8)
+    decoder = target()
+    asked = [request(count, i, 14) for i, count in enumerate((40, 25, 9))]
+    scheduler, drafter = Scheduler(decoder, rows=3), make_drafter("suffix", decoder)
+    tickets = []
+    for each in asked:
+        tickets.append(scheduler.submit(each, drafter))
+        scheduler.tick()
+    while scheduler.busy:
+        scheduler.tick()
+    assert [ticket.emitted for ticket in tickets] == decode(decoder, asked)[0]
+
+
 def test_a_beginning_that_another_text_shares_is_read_again() -> None:
     """The state is that of a whole text, so no part of it is copied."""
     decoder, ids = target(), prompt(40)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from toys import toy_hf
 
-from anabranch.decoding import scheduler as module
+from anabranch.decoding import ticks as module
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.drafting.drafter import Drafter, Row

@@ -146,8 +146,8 @@ def test_rows_move_between_slots_and_capacities() -> None:
     grown = memory.resized(4, 128)
     assert grown.quantized
     assert all(map(torch.equal, grown.of_rows(1, 2, 20), wanted))
-    kept = memory.taken(2, 20)
-    grown.put(3, *kept)
+    kept = memory.taken(2, 0, 20)
+    grown.put(3, 0, *kept)
     assert all(map(torch.equal, grown.of_rows(1, 3, 20), wanted))
 
 

@@ -56,11 +56,13 @@ class Member:
     """A row of the batch with its request and drafter.
 
     limit  the length at which its text ends
-    prefill  how many tokens at the end of its prompt the pass of its first step may read
+    rides  whether the pass of its first step may read the end of its prompt
+    ready  whether it takes part in steps
     """
 
-    def __init__(self, request: Request, drafter: Drafter, limit: int, prefill: int = 0) -> None:
-        self.request, self.drafter, self.limit, self.prefill = request, drafter, limit, prefill
+    def __init__(self, request: Request, drafter: Drafter, limit: int, *, rides: bool = False) -> None:
+        self.request, self.drafter, self.limit, self.rides = request, drafter, limit, rides
+        self.ready = False
         self.row = Row([int(t) for t in request.prompt_ids], len(request.prompt_ids), request.sampling, request.rule)
         self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
@@ -73,11 +75,6 @@ class Member:
     def unread(self) -> int:
         """Prompt tokens that are not in the cache yet, but for the last one, which is the first root."""
         return max(0, self.row.prompt_length - 1 - self.read)
-
-    @property
-    def ready(self) -> bool:
-        """Return whether it can take a step."""
-        return self.unread <= self.prefill
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, what: str) -> None:
@@ -121,7 +118,8 @@ class Batch:
         positions = min(capacity, self.longest) + self._places * max(margin, self.drafter.margin)
         self.cache = target.new_cache(rows, positions if longest is None else room_for(positions))
         self._on_leave = on_leave
-        self._members: list[Member] = []  # of the cache's slots, in order; those still reading their prompt are last
+        self._members: list[Member] = []  # of the cache's slots, in order; those whose prompts are being read are last
+        self._ready = 0  # rows that take part in steps
         self.tokens_read = 0  # of prompts, by passes of their own
         self.at_fault: int | None = None  # the row whose own functions or numbers ended the last read or step
 
@@ -136,68 +134,70 @@ class Batch:
         return len(self._members)
 
     @property
-    def reading(self) -> int | None:
-        """The id of the row whose prompt is being read, if any."""
-        last = self._members[-1] if self._members else None
-        return None if last is None or last.ready else last.row.id
+    def reading(self) -> list[int]:
+        """The ids of the rows whose prompts are being read."""
+        return [member.row.id for member in self._members[self._ready :]]
 
     @property
     def unread(self) -> int:
-        """Prompt tokens of the newest row that the pass of the next step reads."""
-        last = self._members[-1] if self._members else None
-        return last.unread if last is not None and last.ready else 0
+        """Prompt tokens that the pass of the next step reads."""
+        return sum(member.unread for member in self._members[: self._ready])
 
-    def add(self, request: Request, drafter: Drafter | None = None, *, prefill: int = 0) -> int:
-        """Take a row and read its prompt; returns the row's id. Raises for what cannot be served.
+    def left(self, key: int) -> int:
+        """Return how many prompt tokens of a row are not in the cache yet."""
+        return self._members[self._slot(key)].unread
 
-        prefill  as in ``join``
-        """
+    def add(self, request: Request, drafter: Drafter | None = None) -> int:
+        """Take a row and read its prompt; returns the row's id. Raises for what cannot be served."""
         self.check(request, drafter)
-        key = self.join(request, drafter, prefill=prefill)
-        while not self.read():
+        key = self.join(request, drafter)
+        while self.read(key):
             pass
         return key
 
-    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, prefill: int = 0) -> int:
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, rides: bool = False) -> int:
         """Take a row whose prompt is still to be read, of a request that was checked; returns its id.
 
-        known    how many tokens of the prompt are in the cache slot already (``cache.fork``)
-        prefill  the most prompt tokens that the pass of the first step may read, which saves a pass; no row joins
-                 before that step. 0 where rows ride in the pass, the drafter sees prompts, or there is
-                 an ``on_prompt``
+        known  how many tokens of the prompt are in the cache slot already (``cache.fork``)
+        rides  whether the pass of the first step may read the end of the prompt, which saves a pass. Not where rows
+               ride in the pass, the drafter sees prompts, or there is an ``on_prompt``
 
         Raises InputError where all rows are in use or this one cannot share their pass (``fits``).
         """
         drafter = drafter or self.drafter
-        assert self.reading is None, "one prompt is read at a time"
-        assert not self.unread, "the newest row has its first step before another one joins"
         if not self.fits(drafter):
             raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
         self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
         if self.rider_of(drafter) is not None or drafter.needs.prompt or request.on_prompt is not None:
-            prefill = 0
+            rides = False
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.longest)
-        member = Member(request, drafter, limit, prefill)
+        member = Member(request, drafter, limit, rides=rides)
         slot = self.cache.add_row(self.rotated_for(request))
         assert known < member.row.prompt_length
         self.cache.lengths[slot] = member.read = known
         self._members.append(member)
         drafter.join(member.row)
+        if not member.unread:
+            self._begin(slot)
         return member.row.id
 
-    def read(self, chunk: int = CHUNK) -> bool:
-        """Read the next ``chunk`` tokens of the prompt that is being read; returns whether none is left.
+    def read(self, key: int, tokens: int = CHUNK) -> int:
+        """Read at most ``tokens`` of a row's prompt in a pass of its own, or leave its end to that of its first step.
 
-        Where that fails, its row leaves.
+        Returns how many there were; 0 once the row takes part in steps. Where that fails, the row leaves.
         """
-        if self.reading is None:
-            return True
-        member, slot = self._members[-1], len(self._members) - 1
+        slot = self._slot(key)
+        member = self._members[slot]
+        if member.ready:
+            return 0
+        if member.rides and member.unread <= tokens:
+            self._begin(slot)
+            return member.unread
         start, total = member.read, member.row.prompt_length - 1
         self.at_fault = None
         try:
             with self.target.inference():
-                result = self._read(slot, total, chunk)
+                result = self._read(slot, total, tokens)
                 member.read = self.cache.lengths[slot]
                 member.drafter.read(member.row, result, start)
                 member.row.calls.clear()  # passes over prompts are not counted, neither the target's nor drafters'
@@ -208,7 +208,29 @@ class Batch:
         except BaseException:
             self._drop(slot, failed=True)
             raise
-        return member.ready
+        if not member.unread:
+            self._begin(slot)
+        return member.read - start
+
+    def _slot(self, key: int) -> int:
+        return next(slot for slot, member in enumerate(self._members) if member.row.id == key)
+
+    def _begin(self, slot: int) -> None:
+        """Let a row take part in steps."""
+        self._members[slot].ready = True
+        self._swap(slot, self._ready)
+        self._ready += 1
+
+    def _postpone(self, slot: int) -> None:
+        """Let a row that takes part in steps read the rest of its prompt by itself first."""
+        member = self._members[slot]
+        member.ready = member.rides = False
+        self._ready -= 1
+        self._swap(slot, self._ready)
+
+    def _swap(self, one: int, other: int) -> None:
+        self.cache.swap(one, other)
+        self._members[one], self._members[other] = self._members[other], self._members[one]
 
     def _read(self, slot: int, end: int, chunk: int) -> PassResult:
         """A pass over the next ``chunk`` tokens of a row's text before ``end``, whose keys and values are kept."""
@@ -360,8 +382,8 @@ class Batch:
 
     def withdraw(self) -> int:
         """Let the newest row go before it is done; returns its id."""
-        key = self._members[-1].row.id
-        self._drop(len(self._members) - 1, failed=True)
+        key = max(member.row.id for member in self._members)
+        self._drop(self._slot(key), failed=True)
         return key
 
     def remove(self, key: int) -> None:
@@ -379,11 +401,12 @@ class Batch:
         member = self._members[slot]
         if self._on_leave is not None and not failed:
             self._on_leave(member, slot)
-        ready = len(self._members) - (self.reading is not None)
-        if slot < ready - 1:  # the last ready row takes the place, the one that is being read stays last
-            self.cache.move_row(ready - 1, slot)
-            self._members[slot] = self._members[ready - 1]
-            slot = ready - 1
+        if slot < self._ready:  # the last ready row takes the place, and one that is being read that row's place
+            self._ready -= 1
+            if slot < self._ready:
+                self.cache.move_row(self._ready, slot)
+                self._members[slot] = self._members[self._ready]
+                slot = self._ready
         self.cache.remove_row(slot)
         self._members[slot] = self._members[-1]
         self._members.pop()

@@ -132,10 +132,10 @@ class Engine(Batch):
         """The controller, if it was needed so far."""
         return self._controller
 
-    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, prefill: int = 0) -> int:
+    def join(self, request: Request, drafter: Drafter | None = None, *, known: int = 0, rides: bool = False) -> int:
         """As ``Batch.join``, with one of several drafters to choose from."""
         joining = self.choose_drafter(drafter or self.drafter, request)
-        row = super().join(request, joining, known=known, prefill=prefill)
+        row = super().join(request, joining, known=known, rides=rides)
         if self._controller is not None:
             self._controller.joined(joining, sum(member.drafter is joining for member in self._members))
         return row
@@ -176,9 +176,8 @@ class Engine(Batch):
         """
         self.at_fault = None
         self.make_room()
-        if self.unread and not self._fits_prefill():
-            self._members[-1].prefill = 0  # the rest of its prompt is read by itself
-        members = self._members[: len(self._members) - (self.reading is not None)]
+        self._fit_prompts()
+        members = self._members[: self._ready]
         if not members:
             return []
         with self.target.inference():
@@ -188,10 +187,16 @@ class Engine(Batch):
                     self._read_again(slot)
             return self._step(members)
 
-    def _fits_prefill(self) -> bool:
-        """Whether all rows have room for as many nodes as the newest one has with the rest of its prompt."""
-        newest = self._members[-1]
-        return max(self.cache.lengths) + newest.unread + newest.drafter.margin <= self.cache.capacity
+    def _fit_prompts(self) -> None:
+        """Where the cache has no room for as many nodes as a row has with the rest of its prompt, it is read first."""
+        members = self._members[: self._ready]
+        if not any(member.unread for member in members):
+            return
+        width = max(member.unread + member.drafter.margin for member in members)
+        if max(self.cache.lengths[: self._ready]) + width > self.cache.capacity:
+            for slot in reversed(range(len(members))):
+                if members[slot].unread:
+                    self._postpone(slot)
 
     def _step(self, members: list[Member]) -> list[Step]:
         began = time.perf_counter()

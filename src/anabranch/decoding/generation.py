@@ -128,6 +128,7 @@ class Output:
         stopped = self.tokens[-1] if reason == "stop" and self.detokenizer.stopped is None else self.detokenizer.stopped
         request, used = self.ticket.request, self.ticket.used
         assert used is not None, "a row that has steps has a drafter"
+        self.stats.cached_tokens = self.ticket.reused
         self.stats.prefill_tokens = len(request.prompt_ids) - 1 - self.ticket.reused
         log_probs = self.log_probs if request.log_probs else None
         prompt = list(request.prompt_ids)

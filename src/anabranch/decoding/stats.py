@@ -29,8 +29,8 @@ class Counts(Counter[Any]):
 
 
 COUNTS = (
-    *("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "seconds", "prefill_seconds"),
-    "bytes_read",
+    *("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "cached_tokens"),
+    *("seconds", "prefill_seconds", "bytes_read"),
 )
 
 
@@ -40,6 +40,7 @@ class Stats:
 
     seconds         time from the call to the last token, including ``prefill_seconds``
     prefill_tokens  prompt tokens processed in ``prefill_seconds``: all but the last, which the first step processes
+    cached_tokens   prompt tokens that were not processed: their keys and values are those of an earlier text
     drafted_steps   number of steps with a draft
     draft_nodes     number of drafted nodes, before pruning
     accepted        number of steps by how many draft tokens they accepted
@@ -55,6 +56,7 @@ class Stats:
     drafted_steps: int = 0
     draft_nodes: int = 0
     prefill_tokens: int = 0
+    cached_tokens: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     accepted: Counter[int] = field(default_factory=Counts)
@@ -169,6 +171,7 @@ class Stats:
             "decode_tokens_per_second": round(self.decode_tokens_per_second, 3),
             "prompt_tokens_per_second": round(self.prompt_tokens_per_second, 3),
             "prefill_tokens": self.prefill_tokens,
+            "cached_tokens": self.cached_tokens,
             "seconds": round(self.seconds, 6),
             "prefill_seconds": round(self.prefill_seconds, 6),
             "drafted_steps": self.drafted_steps,
@@ -195,6 +198,7 @@ class Stats:
             drafted_steps=record["drafted_steps"],
             draft_nodes=record["draft_nodes"],
             prefill_tokens=record.get("prefill_tokens", 0),
+            cached_tokens=record.get("cached_tokens", 0),
             seconds=record["seconds"],
             prefill_seconds=record["prefill_seconds"],
             accepted=Counts({int(count): steps for count, steps in record["accepted"].items()}),

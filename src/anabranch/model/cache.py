@@ -172,6 +172,21 @@ class Cache:
             self.keys[:, slot, :, :length] = self.keys[:, source, :, :length]
             self.values[:, slot, :, :length] = self.values[:, source, :, :length]
 
+    def swap(self, one: int, other: int) -> None:
+        """Let two rows change places; the shorter one is copied twice."""
+        if one == other:
+            return
+        short, long = sorted((one, other), key=self.lengths.__getitem__)
+        kept, state = self.taken(short, 0, self.lengths[short]), None if self.states is None else self.states.row(short)
+        self.keys[:, short, :, : self.lengths[long]] = self.keys[:, long, :, : self.lengths[long]]
+        self.values[:, short, :, : self.lengths[long]] = self.values[:, long, :, : self.lengths[long]]
+        self.put(long, 0, *kept)
+        if self.states is not None and state is not None:
+            self.states.copy(long, short)
+            self.states.put(long, state)
+        for each in (self.lengths, self.prompts):
+            each[one], each[other] = each[other], each[one]
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values."""
@@ -182,13 +197,14 @@ class Cache:
         """Bytes of all rows."""
         return self.keys.nbytes + self.values.nbytes + (0 if self.states is None else self.states.nbytes)
 
-    def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies of the first ``length`` tokens' keys and values in a slot [layers, K, length, E], as stored."""
-        return self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
+    def taken(self, slot: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of tokens ``start`` to ``end`` - 1 of a slot [layers, K, n, E], as stored."""
+        return self.keys[:, slot, :, start:end].clone(), self.values[:, slot, :, start:end].clone()
 
-    def put(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values as ``taken`` returns them to the beginning of a slot."""
-        self.keys[:, slot, :, : keys.shape[2]], self.values[:, slot, :, : keys.shape[2]] = keys, values
+    def put(self, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values as ``taken`` returns them, from token ``start`` of a slot on."""
+        end = start + keys.shape[2]
+        self.keys[:, slot, :, start:end], self.values[:, slot, :, start:end] = keys, values
 
     def resized(self, rows: int, capacity: int) -> Cache:
         """A cache of another size with the rows in use, and with the contents of the slots that both caches have.

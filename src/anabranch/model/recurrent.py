@@ -127,6 +127,16 @@ class States:
             for part in kind.values():
                 part[slot] = part[source]
 
+    def row(self, slot: int) -> list[Tensor]:
+        """Copies of a row's states, for ``put``."""
+        return [part[slot].clone() for kind in (self.inputs, self.matrices) for part in kind.values()]
+
+    def put(self, slot: int, row: Sequence[Tensor]) -> None:
+        """Set a row's states to those that ``row`` returned."""
+        parts = [part for kind in (self.inputs, self.matrices) for part in kind.values()]
+        for part, state in zip(parts, row, strict=True):
+            part[slot] = state
+
     def take(self, other: States, rows: int) -> None:
         """Copy the first ``rows`` rows of other states."""
         for mine, theirs in ((self.inputs, other.inputs), (self.matrices, other.matrices)):
