@@ -1,4 +1,4 @@
-"""Run a study of the Speculative Streaming papers: what one of their figures or tables shows, at this machine's size.
+"""Run a study of the papers: what one of their figures or tables shows, at this machine's size.
 
     python research/study.py --list
     python research/study.py cosine --data DIR --out benchmarks/study-cosine-MACHINE-DATE.json
@@ -34,6 +34,8 @@ def parse() -> argparse.Namespace:
     add("--model", default="default", help="the target")
     add("--dtype", default="", help="the target's type (default: the study's own)")
     add("--adapter", action="append", default=[], metavar="[LABEL=]FOLDER", help="an adapter; repeatable")
+    add("--draft", default="", help="a smaller model, for studies of several: whatever --model takes")
+    add("--table", default="", help="a folder that 'anabranch train ngram' wrote, for the same studies")
     add("--suite", help="prompts: own, spec_bench, mt_bench, ... (default: the study's own)")
     add("--data", type=Path, help="folder with the suites and data sets")
     add("--limit", type=int, help="number of prompts or texts (default: the study's own)")
@@ -69,7 +71,17 @@ def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
         if value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}")
     suite = args.suite or study.suite or "own"
-    setup = Setup(args.model, args.dtype, adapters(args.adapter), suite, args.data, **sizes, report=say)
+    setup = Setup(
+        args.model,
+        args.dtype,
+        adapters(args.adapter),
+        suite,
+        args.data,
+        **sizes,
+        draft=args.draft,
+        table=args.table,
+        report=say,
+    )
     set_threads(None)
     began = time.perf_counter()
     measured = study.measure(setup)

@@ -1,4 +1,4 @@
-"""The studies of the Speculative Streaming papers; ``research/study.py`` runs them."""
+"""The studies of the papers; ``research/study.py`` runs them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from studies import (
     branching,
     cosine,
     gradients,
+    leviathan,
     long_context,
     overhead,
     peeking,
     pruning,
     quantization,
     sampling,
+    staged,
 )
 from studies.base import Study
 
 __all__ = ["STUDIES"]
 
-# in the order of the papers' figures
+# in the order of the papers' figures; those of the other papers follow
 STUDIES: tuple[Study, ...] = (
     peeking.STUDY,
     cosine.STUDY,
@@ -33,4 +35,6 @@ STUDIES: tuple[Study, ...] = (
     batches.STUDY,
     quantization.STUDY,
     long_context.STUDY,
+    leviathan.STUDY,
+    staged.STUDY,
 )

@@ -23,6 +23,7 @@ from anabranch.methods import make_drafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids
+from anabranch.sampling import SamplingParams
 
 __all__ = ["Chart", "Line", "Result", "Setup", "Study", "Table", "rounded", "spread", "streams_of"]
 
@@ -40,6 +41,8 @@ class Setup:
     limit     prompts or texts
     new       tokens decoded per prompt
     steps     optimiser steps, in a study that trains
+    draft     a smaller model, in a study of several
+    table     a folder of n-gram counts, likewise
     report    is told what is being done
     """
 
@@ -51,6 +54,8 @@ class Setup:
     limit: int = 12
     new: int = 96
     steps: int = 40
+    draft: str = ""
+    table: str = ""
     report: Callable[[str], None] = lambda what: None
 
     def load(self, *, quantize: str = "none", pack: bool = True, dtype: str = "auto") -> Loaded:
@@ -76,8 +81,13 @@ class Setup:
         """The prompts in the target's chat template."""
         return [list(chat_ids(target.tokenizer, prompt.text, model=target.name)) for prompt in self.prompts]
 
-    def answers(self) -> list[Example]:
-        """The target's own greedy completions of the prompts, decoded plainly with packed weights as stored."""
+    @property
+    def shown_draft(self) -> str:
+        """The smaller model's name, without its folder."""
+        return Path(self.draft).name
+
+    def answers(self, *, temperature: float = 0.0) -> list[Example]:
+        """The target's own completions of the prompts, decoded plainly with packed weights as stored."""
         target = load(LoadConfig(self.model), adapters=False).target
         prompts = self.encoded(target)
         engine = Engine(
@@ -87,7 +97,8 @@ class Setup:
         found = []
         for number, ids in enumerate(prompts, 1):
             self.report(f"completion {number} of {len(prompts)}")
-            engine.add(Request(ids, self.new, stop_ids=stop))
+            sampling = SamplingParams(temperature=temperature, seed=number)
+            engine.add(Request(ids, self.new, sampling, stop_ids=stop))
             found.append(Example(tuple(ids), tuple(token for step in engine.run() for token in step.tokens)))
         return [example for example in found if len(example.answer_ids) > 1]
 

@@ -6,6 +6,7 @@ The measurements are those of ``anabranch.bench``: all drafters and plain decodi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from anabranch.bench.run import Encoded
@@ -24,6 +25,8 @@ RECORD = (
     "name",
     "spec",
     "mean_acceptance_length",
+    "draft_calls_per_token",
+    "mb_read_per_token",
     "draft_nodes_per_step",
     "tokens_per_second",
     "speedup_quartiles",
@@ -55,7 +58,11 @@ def alone(
         rejection=rejection,
         report=setup.report,
     )
-    return [{key: record[key] for key in RECORD if key in record} for record in found]
+    kept = [{key: record[key] for key in RECORD if key in record} for record in found]
+    for record in kept:
+        for path in filter(None, (setup.draft, setup.table)):
+            record["spec"] = record["spec"].replace(path, Path(path).name)
+    return kept
 
 
 def facts(setup: Setup, loaded: Loaded) -> dict[str, Any]:

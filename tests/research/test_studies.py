@@ -30,6 +30,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from small import RICH, joint_losses, logits_of, prompt, small, small_adapter
 from toy_text import ToyFolders
+from verbs import Anabranch
 
 EXAMPLES = [Example(tuple(prompt(5, seed)), tuple(prompt(9, seed + 50))) for seed in range(3)]
 
@@ -258,13 +259,16 @@ def toy_words(name: str, toys: ToyFolders, folder: Path) -> list[Any]:
 
 
 COMPARED = ("layers", "rotation")
-LONG = ("gradients", "layers", "pruning", "sampling", "batches", "quantization", "branching", "rotation", "peeking")
+LONG = (
+    *("gradients", "layers", "pruning", "sampling", "batches", "quantization", "branching", "rotation", "peeking"),
+    *("staged", "leviathan"),
+)
 NAMES = ("cosine", *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_from_the_command_to_its_section(
-    name: str, toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anabranch: Anabranch
 ) -> None:
     words = toy_words(name, toys, tmp_path)
     if name == "peeking":
@@ -274,6 +278,11 @@ def test_a_study_from_the_command_to_its_section(
             (tmp_path / "e2e_nlg" / f"{split}.jsonl.gz").write_bytes(gzip.compress(line.encode() * 2))
         monkeypatch.setattr(study("peeking"), "ASK", "")
         words += ["--data", tmp_path]
+    if name in ("staged", "leviathan"):
+        (tmp_path / "text.txt").write_text("the thing and the other thing of the other\n" * 9)
+        out = ("--text", tmp_path / "text.txt", "--out", tmp_path / "counts")
+        anabranch("train", "ngram", "--model", toys.model, *out)
+        words += ["--draft", toys.model, "--table", tmp_path / "counts"]
     run(words, monkeypatch)
     stored = (tmp_path / f"study-{name}-toy.json").read_text()
     assert str(tmp_path) not in stored
@@ -296,6 +305,13 @@ def test_a_study_from_the_command_to_its_section(
     if name == "pruning":
         assert result["pruning_layer"]
         assert all(record["equal_outputs"] == 2 for record in result["records"] if record["name"] != "none")
+    if name == "leviathan":
+        assert result["c"] > 0
+        assert result["c_operations"] == 1
+        assert 0 < result["by_temperature"]["1"]["alpha"]["unigram"] < 1
+        for found_there in result["by_temperature"].values():
+            assert found_there["alpha"]["draft model"] == pytest.approx(1, abs=1e-3)  # the target itself
+            assert all(0 <= alpha < 1 for name, alpha in found_there["alpha"].items() if name != "draft model")
     pytest.importorskip("matplotlib")
     if found.chart is not None:
         draw = study("draw").draw
