@@ -37,6 +37,7 @@ ROOMS = (
     *("prompts", "options", "loading"),
     *("train", "analysis", "certify", "bench", "tune", "installation"),
     *("capabilities", "api", "integrations"),
+    "serve",
     *("cli", "__main__"),
 )
 HEIGHT = {room: height for height, room in enumerate(ROOMS)}

@@ -1,0 +1,98 @@
+"""The application: routes, middlewares, and the forms of errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import Response
+
+from anabranch.api import Model
+from anabranch.errors import AnabranchError
+from anabranch.serve import chat, completions, info
+from anabranch.serve.access import Access, Body, Log
+from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.service import Service
+from anabranch.serve.settings import Settings, check, is_loopback
+from anabranch.serve.wire import Json
+
+__all__ = ["create_app"]
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+
+
+def create_app(model: Model, settings: Settings | None = None) -> FastAPI:
+    """The server of a model as an ASGI application, for ``uvicorn`` or inside another one.
+
+    Its lifespan starts and ends the thread that decodes; the model stays open. Nothing else may decode with the model
+    meanwhile. Raises what ``settings.check`` and ``settings.keys_of`` raise.
+    """
+    settings = settings or Settings()
+    check(settings)
+    service = Service(model, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        try:
+            yield
+        finally:
+            service.draining = True
+            await service.worker.stop()
+
+    # documentation pages would load scripts from elsewhere
+    app = FastAPI(title="anabranch", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.service = service
+    for part in (chat, completions, info):
+        app.include_router(part.router)
+    app.add_exception_handler(AnabranchError, _failed)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _of_http)
+    # the last one added is the outermost
+    app.add_middleware(Body, size=settings.max_body, seconds=settings.body_seconds)
+    app.add_middleware(Access, keys=service.keys)
+    if not service.keys and is_loopback(settings.host):
+        # a web page whose name an attacker lets point here would have another Host
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, *settings.hosts], www_redirect=False)
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app.add_middleware(Log, tokenizer=model.tokenizer if settings.log_prompts else None)
+    return app
+
+
+def _answer(failure: RequestError, request: Request) -> Response:
+    return Json(in_form(failure, request.url.path), failure.status, headers=failure.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _answer(failure_of(error), request)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = dict(error.errors()[0])
+    place = ".".join(str(part) for part in first["loc"][1:]) if len(first["loc"]) > 1 else None
+    if first["type"] == "json_invalid":
+        return _answer(
+            RequestError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"), request
+        )
+    said = f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return _answer(RequestError(400, said, param=None if place is None else place.split(".")[0]), request)
+
+
+async def _of_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = error.detail
+    if error.status_code == 404:
+        said = f"there is no {request.url.path} here"
+    elif error.status_code == 405:
+        said = f"{request.url.path} has no {request.method}"
+    return _answer(RequestError(error.status_code, str(said)), request)

@@ -1,0 +1,223 @@
+"""``/v1/chat/completions``, as OpenAI's API has it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from sse_starlette.event import ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from anabranch.decoding.generation import Chunk, Generation
+from anabranch.serve.conversation import template_messages, tools_of
+from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.fields import Sampling
+from anabranch.serve.service import Call, Service
+from anabranch.serve.toolcalls import Piece
+from anabranch.serve.turns import Turn, prepared, style
+from anabranch.serve.usage import chat_log_probs, speculation, usage
+from anabranch.serve.wire import Json, encoded, event_stream, whole
+from anabranch.serve.worker import Answer
+
+__all__ = ["router"]
+
+router = APIRouter()
+PATH = "/v1/chat/completions"
+
+
+class ChatBody(Sampling):
+    """A request for a chat completion."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+    def turn(self) -> Turn:
+        """The conversation. Raises RequestError."""
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise RequestError(400, "add_generation_prompt=false is not supported", param="add_generation_prompt")
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise RequestError(400, f"response_format of type {kind!r} is not supported", param="response_format")
+        return Turn(
+            template_messages(self.messages),
+            tools_of(self.tools),
+            _choice_of(self.tool_choice),
+            single=self.parallel_tool_calls is False,
+            variables=self.chat_template_kwargs or {},
+            resumes=self.continue_final_message,
+        )
+
+
+def _choice_of(given: str | dict[str, Any] | None) -> str:
+    """A request's tool choice: "auto", "none", "required" or a function's name. Raises RequestError."""
+    if not isinstance(given, dict):
+        return given or "auto"
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(400, f"tool_choice must name a function, got {given!r}", param="tool_choice")
+    return name
+
+
+@router.post(PATH)
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    turn = body.turn()
+    call = await run_in_threadpool(_call, service, body, turn)
+    request.state.call = call
+    answer = service.begin(call)
+    written = _Written(service, body, turn, call)
+    if body.stream:
+        return event_stream(written.stream(answer), service, call.headers)
+    results, _ = await whole(request, answer)
+    return Json(written.completion(results), headers=call.headers)
+
+
+def _call(service: Service, body: ChatBody, turn: Turn) -> Call:
+    keywords = body.keywords(service.model.target.generation)
+    if lora := service.lora_of(body.model):
+        keywords["lora"] = lora
+    if body.logprobs:
+        keywords |= {"log_probs": True, "top_log_probs": body.top_logprobs or 0}
+    elif body.top_logprobs:
+        raise RequestError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return prepared(service, turn, keywords, most=most, n=body.n or 1, whole=not body.stream, unused=body.unused())
+
+
+class _Written:
+    """The response to one request."""
+
+    def __init__(self, service: Service, body: ChatBody, turn: Turn, call: Call) -> None:
+        self.service, self.body, self.turn, self.call = service, body, turn, call
+        self.style = style(service) if turn.offered else None
+        self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self.sent = 0  # tokens of the events so far
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        model = self.body.model or self.service.names[0]
+        return {"id": self.id, "object": kind, "created": self.created, "model": model}
+
+    def _log_probs(self, part: Chunk | Generation) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        shown = self.body.top_logprobs or 0
+        tokenizer = self.service.model.tokenizer
+        return chat_log_probs(tokenizer, part.token_ids, part.log_probs, part.top_log_probs, shown)
+
+    # -- whole ---------------------------------------------------------------------------------------------
+    def completion(self, results: list[Generation]) -> dict[str, Any]:
+        """The response that is not streamed."""
+        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        return {
+            **self._head("chat.completion"),
+            "choices": choices,
+            "usage": usage(self.call),
+            "metrics": speculation(self.call),
+        }
+
+    def _choice(self, index: int, result: Generation) -> dict[str, Any]:
+        reader = self.turn.reader(self.style)
+        pieces = [*reader.feed(result.text), *reader.finish()]
+        text = "".join(piece.text for piece in pieces if piece.call is None)
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if reader.calls else text}
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if piece.call is not None and piece.name is not None:
+                made = {"name": piece.name, "arguments": ""}
+                calls[piece.call] = {"id": piece.id, "type": "function", "function": made}
+            if piece.call is not None:
+                calls[piece.call]["function"]["arguments"] += piece.text
+        if calls:
+            message["tool_calls"] = [calls[each] for each in sorted(calls)]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._log_probs(result),
+            "finish_reason": _reason(result, reader.calls),
+            "stop_reason": _stop_reason(result),
+        }
+
+    # -- streamed ------------------------------------------------------------------------------------------
+    async def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
+        """The events of the response that is streamed; an error is the last but one."""
+        readers = [self.turn.reader(self.style) for _ in self.call.jobs]
+        begun: set[int] = set()
+        try:
+            with answer:
+                async for event in answer:
+                    chunk, part = event.chunk, event.part
+                    assert chunk is not None
+                    self.sent += len(chunk.token_ids)
+                    pieces = readers[part].feed(chunk.text) + ([] if chunk.result is None else readers[part].finish())
+                    deltas = [_delta(piece) for piece in pieces] or ([{"content": ""}] if self.body.logprobs else [])
+                    logged = self._log_probs(chunk)
+                    for delta in deltas:
+                        first = {} if part in begun else {"role": "assistant"}
+                        begun.add(part)
+                        yield self._chunk(part, {**first, **delta}, logged)
+                        logged = None
+                    if chunk.result is not None:
+                        first = {} if part in begun else {"role": "assistant", "content": ""}
+                        yield self._chunk(part, first, None, chunk.result, readers[part].calls)
+            if self.body.stream_options is not None and self.body.stream_options.include_usage:
+                head = {**self._head("chat.completion.chunk"), "choices": []}
+                yield _event({**head, "usage": usage(self.call), "metrics": speculation(self.call)})
+        except Exception as error:
+            yield _event(in_form(failure_of(error), PATH))
+        yield ServerSentEvent("[DONE]", sep="\n")
+
+    def _chunk(
+        self,
+        part: int,
+        delta: dict[str, Any],
+        logged: dict[str, Any] | None,
+        result: Generation | None = None,
+        calls: int = 0,
+    ) -> ServerSentEvent:
+        choice: dict[str, Any] = {"index": part, "delta": delta, "logprobs": logged, "finish_reason": None}
+        if result is not None:
+            choice |= {"finish_reason": _reason(result, calls), "stop_reason": _stop_reason(result)}
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
+            chunk["usage"] = usage(self.call, self.sent) if options.continuous_usage_stats else None
+        return _event(chunk)
+
+
+def _event(value: dict[str, Any]) -> ServerSentEvent:
+    return ServerSentEvent(encoded(value), sep="\n")
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    if piece.call is None:
+        return {"content": piece.text}
+    made: dict[str, Any] = {"index": piece.call, "function": {"arguments": piece.text}}
+    if piece.name is not None:
+        made |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": piece.text}}
+    return {"tool_calls": [made]}
+
+
+def _reason(result: Generation, calls: int) -> str:
+    return "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason
+
+
+def _stop_reason(result: Generation) -> str | None:
+    """The stop string that ended a text, as in vLLM."""
+    return result.stop_reason if isinstance(result.stop_reason, str) else None

@@ -1,0 +1,85 @@
+"""Runs the application on uvicorn until SIGTERM or Ctrl-C, which let requests in progress end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from anabranch.api import Model
+from anabranch.errors import InputError
+from anabranch.serve.access import LOG, LogLines
+from anabranch.serve.app import create_app
+from anabranch.serve.settings import Settings
+
+__all__ = ["bound", "serve"]
+
+BACKLOG = 2048
+
+
+def bound(settings: Settings) -> socket.socket:
+    """A socket at the server's address. Raises InputError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((settings.host, settings.port))
+    except OSError as error:
+        made.close()
+        raise InputError(
+            f"cannot listen on {settings.host} port {settings.port} ({error.strerror or error}); give another --host "
+            "or --port"
+        ) from error
+    return made
+
+
+def serve(model: Model, settings: Settings, listening: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serve a model at a socket until a signal comes; ``ready`` is called with the URL once requests are taken.
+
+    Requests that run then have ``drain_seconds`` to end. Logs are lines of JSON on standard error.
+    """
+    app = create_app(model, settings)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogLines())
+    for logger in (LOG, logging.getLogger("uvicorn.error")):
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=settings.drain_seconds,
+        lifespan="on",
+    )
+    server = _Server(config, lambda: ready(_url(listening)), app.state.service.drain)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    """Tells when it takes requests, and when it stops to."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], draining: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready, self._draining = ready, draining
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._draining()
+        await super().shutdown(sockets)
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,126 @@
+"""What the handlers of all interfaces share: the model, its names, and the way from prompts to an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anabranch.api import Model
+from anabranch.declared import Keywords
+from anabranch.options import Options
+from anabranch.serve.failures import RequestError
+from anabranch.serve.jobs import Job, ScoreJob
+from anabranch.serve.metrics import Metrics
+from anabranch.serve.settings import Settings, keys_of
+from anabranch.serve.worker import Answer, Worker
+
+__all__ = ["Call", "Service"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked request: the sequences to decode and the texts to score.
+
+    prompts  token ids of each prompt; ``jobs`` has ``n`` sequences of each, in order
+    scores   of each prompt, where its own log probabilities are wanted
+    unused   fields that have no effect
+    """
+
+    prompts: Sequence[list[int]]
+    n: int
+    jobs: Sequence[Job]
+    scores: Sequence[ScoreJob] = ()
+    unused: Sequence[str] = field(default=())
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response: which fields had no effect."""
+        return {"x-anabranch-ignored": ", ".join(self.unused)} if self.unused else {}
+
+
+class Service:
+    """A model that is served. Raises what ``keys_of`` raises."""
+
+    def __init__(self, model: Model, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.keys = keys_of(settings)
+        own = model.target.name
+        self.names = settings.names or tuple(dict.fromkeys((own.rstrip("/").rsplit("/", 1)[-1] or own, own)))
+        self.loras = tuple(model.target.decoder.loras.names)
+        self.metrics = Metrics(self.names[0])
+        model.scheduler.limit(settings.rows)
+        self.drafter = model.drafter_of(model.spec_of_several)  # measured before the first request
+        self.worker = Worker(model, self.metrics, room=settings.rows + settings.queue)
+        self.started = int(time.time())
+        self.draining = False
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a text, prompt included."""
+        return self.model.target.config.max_positions
+
+    def lora_of(self, name: str | None) -> str | None:
+        """The LoRA that a model name stands for, None for the model itself. Raises RequestError for an unknown name."""
+        if name is None or name in self.names or name.startswith("claude-"):
+            return None
+        if name in self.loras:
+            return name
+        known = ", ".join((*self.names, *self.loras))
+        raise RequestError(404, f"there is no model {name!r} here, only {known}", param="model", code="model_not_found")
+
+    def jobs(
+        self, prompts: Sequence[list[int]], keywords: Keywords, *, most: int | None, n: int, whole: bool
+    ) -> list[Job]:
+        """The checked sequences of some prompts. Raises RequestError, InputError, CapabilityError or OutOfMemoryError.
+
+        most   new tokens; None: as many as the context and the server allow
+        n      samples of each prompt, with seeds that count up
+        whole  whether only the whole text is wanted
+        """
+        arrived = time.monotonic()
+        limit = self.settings.max_tokens
+        if limit is not None and most is not None and most > limit:
+            raise RequestError(400, f"the answer is limited to {limit} tokens here, got {most}", param="max_tokens")
+        scheduler, jobs = self.model.scheduler, []
+        for ids in prompts:
+            room = self.context - len(ids)
+            if room <= 0:
+                raise RequestError(
+                    400,
+                    f"the prompt has {len(ids)} tokens, but the model's context is {self.context}; shorten it",
+                    code="context_length_exceeded",
+                )
+            new = min(limit or room, room) if most is None else min(most, room)
+            options = Options({**keywords, "max_new_tokens": new, **({"n": n} if n > 1 else {})})
+            drafter = self.model.drafter_of(options.drafter or self.model.spec_of_several)
+            stop = options.stops(self.model.target)
+            for seed in options.seeds(1)[0]:
+                request = options.request(list(ids), self.model.target, seed)
+                scheduler.check(request, drafter)
+                jobs.append(Job(request, drafter, stop, arrived, whole))
+        return jobs
+
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+        self.draining = True
+
+    def begin(self, call: Call) -> Answer:
+        """Queue a call. Raises RequestError if there is no room."""
+        if self.draining:
+            raise RequestError(503, "the server is shutting down; send the request to another one", retry=5)
+        return self.worker.put([*call.jobs, *call.scores], time.monotonic() + self.settings.request_seconds)
+
+    def card(self, name: str) -> dict[str, Any]:
+        """A model as ``/v1/models`` lists it."""
+        described: Mapping[str, Any] = {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "anabranch",
+            "root": self.model.target.name if name in self.names else name,
+            "parent": None if name in self.names else self.names[0],
+            "max_model_len": self.context,
+        }
+        return dict(described)

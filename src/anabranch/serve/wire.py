@@ -1,0 +1,93 @@
+"""Responses: JSON, streams of server-sent events, and whole answers whose client may go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import Request
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import AppStatus, EventSourceResponse
+from starlette.responses import Response
+
+from anabranch.decoding.generation import Generation
+from anabranch.decoding.scoring import Score
+from anabranch.serve.failures import RequestError
+from anabranch.serve.service import Service
+from anabranch.serve.worker import Answer
+
+__all__ = ["Json", "encoded", "event_stream", "whole"]
+
+# uvicorn waits for streams that run, up to its time limit; sse-starlette would cut them at once
+AppStatus.enable_automatic_graceful_drain = False
+
+
+def encoded(value: Any) -> str:
+    """A value as JSON in one line, with the characters that UTF-8 does not have replaced."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode()
+
+
+class Json(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return encoded(content).encode()
+
+
+def event_stream(
+    events: AsyncIterator[ServerSentEvent], service: Service, headers: Mapping[str, str]
+) -> EventSourceResponse:
+    """A stream of events with comments while there are none, as when a prompt is read.
+
+    It ends, and ``events`` is closed, when the client goes away or reads nothing for too long.
+    """
+    return EventSourceResponse(
+        events,
+        headers=headers,
+        sep="\n",
+        ping=service.settings.keep_alive,
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive"),
+        send_timeout=service.settings.send_seconds,
+    )
+
+
+async def whole(request: Request, answer: Answer) -> tuple[list[Generation], list[Score]]:
+    """The results of an answer's sequences and texts, in order.
+
+    Raises what ended it, and RequestError after cancelling it if the client goes away.
+    """
+    reading = asyncio.ensure_future(_results(answer))
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise RequestError(499, "the client has gone")
+        return reading.result()
+    finally:
+        for task in (reading, leaving):
+            task.cancel()
+        await asyncio.gather(reading, leaving, return_exceptions=True)
+
+
+async def _results(answer: Answer) -> tuple[list[Generation], list[Score]]:
+    results: dict[int, Generation] = {}
+    scores: dict[int, Score] = {}
+    with answer:
+        async for event in answer:
+            if event.score is not None:
+                scores[event.part] = event.score
+            elif event.chunk is not None and event.chunk.result is not None:
+                results[event.part] = event.chunk.result
+    return [results[part] for part in sorted(results)], [scores[part] for part in sorted(scores)]
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has gone; its body was read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,75 @@
+"""A real server of a toy model: uvicorn in a thread, on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from anabranch.api import Model
+from anabranch.serve.app import create_app
+from anabranch.serve.service import Service
+from anabranch.serve.settings import Settings
+from toy_text import toy_model
+
+SETTINGS = Settings(rows=8, queue=8, keep_alive=0.2)
+
+
+@dataclass
+class Server:
+    """A server that runs, a client of it, and another copy of its model for what is expected."""
+
+    url: str
+    service: Service
+    client: httpx.Client
+    reference: Model
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def ask(self, path: str, **body: Any) -> Any:
+        """The JSON of a response that succeeds."""
+        response = self.post(path, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream that succeeds: (name, JSON), without the last line of OpenAI's."""
+        found: list[Any] = []
+        name = None
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: ") and line != "data: [DONE]":
+                    found.append((name, json.loads(line.removeprefix("data: "))))
+        return found
+
+
+@contextmanager
+def running(settings: Settings = SETTINGS, **toy: Any) -> Iterator[Server]:
+    """Serve a toy model while the block runs."""
+    with toy_model(**toy) as model, toy_model(**toy) as reference:
+        app = create_app(model, settings)
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        try:
+            with httpx.Client(base_url=url, timeout=60, transport=httpx.HTTPTransport(retries=50)) as client:
+                yield Server(url, app.state.service, client, reference)
+        finally:
+            server.should_exit = True
+            thread.join()
+            listening.close()

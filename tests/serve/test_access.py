@@ -1,0 +1,243 @@
+"""Who may call, how much, and what becomes of requests that are damaged, too many, too late or left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import SETTINGS, Server, running
+
+from anabranch.errors import FileError, InputError
+from anabranch.serve.access import LogLines
+from anabranch.serve.settings import Settings, check, keys_of
+
+COMPLETIONS = "/v1/completions"
+
+
+def test_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# ours\nsecond\n\nthird\n")
+    with running(replace(SETTINGS, api_keys=("first",), api_key_file=tmp_path / "keys")) as server:
+        body = {"prompt": "x", "max_tokens": 1}
+        for key in ("first", "second", "third"):
+            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                assert server.client.post(COMPLETIONS, json=body, headers=headers).status_code == 200
+        for headers in (
+            {},
+            {"authorization": "Bearer firs"},
+            {"authorization": "first"},
+            {"x-api-key": b"\xe9"},
+            {"x-api-key": ""},
+        ):
+            response = server.client.post(COMPLETIONS, json=body, headers={**headers})
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/health", "/metrics"):
+            assert server.client.get(path).status_code == 200
+        for path in ("/slots", "/props"):
+            assert server.client.get(path).status_code == 401
+
+
+def test_a_public_address_needs_a_key(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        with pytest.raises(InputError, match="can be reached by others"):
+            check(Settings(host=host))
+        check(Settings(host=host, api_keys=("k",)))
+        check(Settings(host=host, no_key=True))
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check(Settings(host=host))
+    for wrong in ({"port": 70000}, {"rows": 0}, {"queue": -1}, {"no_key": True, "api_keys": ("k",)}):
+        with pytest.raises(InputError):
+            check(Settings(**wrong))
+    (tmp_path / "none").write_text("# nothing\n")
+    with pytest.raises(InputError, match="contains no API key"):
+        keys_of(Settings(api_key_file=tmp_path / "none"))
+    with pytest.raises(FileError):
+        keys_of(Settings(api_key_file=tmp_path / "missing"))
+
+
+def test_pages_of_other_names_and_origins(server: Server) -> None:
+    assert server.client.get("/health", headers={"host": "evil.example:80"}).status_code == 400
+    assert server.client.get("/health", headers={"host": "localhost:1"}).status_code == 200
+    asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.client.options(COMPLETIONS, headers=asked).headers
+    with running(replace(SETTINGS, origins=("https://a.example",), hosts=("b.example",))) as other:
+        allowed = other.client.options(COMPLETIONS, headers=asked)
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert other.client.get("/health", headers={"host": "b.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"{", "application/json"),
+        (b"\xff\xfe{}", "application/json"),
+        (b'{"prompt": "\xff"}', "application/json"),
+        (b'{"prompt": "\\ud800"}', "application/json"),
+        (b"[1]", "application/json"),
+        (b"[" * 100_000, "application/json"),
+        (b'{"prompt": "x", "temperature": NaN}', "application/json"),
+        (b'{"prompt": "x"}', "text/plain"),
+        (b"", "application/json"),
+    ],
+)
+def test_damaged_bodies(server: Server, content: bytes, kind: str) -> None:
+    response = server.client.post(COMPLETIONS, content=content, headers={"content-type": kind})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_that_are_too_large_or_too_slow() -> None:
+    with running(replace(SETTINGS, max_body=1000, body_seconds=0.3)) as server:
+        assert server.post(COMPLETIONS, prompt="x" * 2000).status_code == 413
+        chunks = (b"x" * 400 for _ in range(4))
+        response = server.client.post(COMPLETIONS, content=chunks, headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+            assert b" 408 " in slow.recv(4096).split(b"\r\n")[0]
+        assert server.ask(COMPLETIONS, prompt="x", max_tokens=1)
+
+
+def test_a_full_queue_refuses_and_takes_again() -> None:
+    with running(replace(SETTINGS, rows=1, queue=1)) as server:
+        gate = threading.Event()
+        hold(server, gate)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [
+                pool.submit(server.ask, COMPLETIONS, prompt="the", max_tokens=3, temperature=0) for _ in range(2)
+            ]
+            until(lambda: server.service.worker.size == 2)
+            refused = server.post(COMPLETIONS, prompt="the", max_tokens=3)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["type"] == "server_error"
+            gate.set()
+            texts = [each.result()["choices"][0]["text"] for each in waiting]
+        assert texts == [server.reference.generate("the", max_new_tokens=3).text] * 2
+        assert server.post(COMPLETIONS, prompt="the", max_tokens=3).status_code == 200
+        assert server.post(COMPLETIONS, prompt="the", max_tokens=3, n=3).status_code == 400
+        assert "anabranch:requests_refused_total" in server.client.get("/metrics").text
+
+
+def hold(server: Server, gate: threading.Event) -> None:
+    """Let no tick run until the gate opens."""
+    scheduler = server.service.model.scheduler
+    tick = scheduler.tick
+
+    def held() -> Any:
+        gate.wait(30)
+        return tick()
+
+    scheduler.tick = held  # type: ignore[method-assign]
+
+
+def until(condition: Any) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("the condition did not become true")
+
+
+def test_clients_that_leave_free_their_rows_and_disturb_nobody(server: Server) -> None:
+    """A stream and a whole answer are left; the text beside them is that of a prompt alone."""
+    steps: list[int] = []
+    scheduler = server.service.model.scheduler
+    tick, gate = scheduler.tick, threading.Event()
+
+    def counted() -> Any:
+        if gate.is_set():
+            steps.append(len(server.service.worker.jobs))
+        time.sleep(0.01)
+        return tick()
+
+    scheduler.tick = counted  # type: ignore[method-assign]
+    try:
+        long: dict[str, Any] = {"prompt": "the thing", "max_tokens": 80, "ignore_eos": True, "drafter": "none"}
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(
+                server.ask, COMPLETIONS, prompt="a river", max_tokens=60, temperature=0, drafter="none"
+            )
+            with server.client.stream("POST", COMPLETIONS, json={**long, "stream": True}) as response:
+                next(response.iter_lines())
+                gate.set()
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.url + COMPLETIONS, json=long, timeout=0.1)
+            text = beside.result()["choices"][0]["text"]
+        until(lambda: server.service.worker.size == 0)
+    finally:
+        scheduler.tick = tick  # type: ignore[method-assign]
+    assert text == server.reference.generate("a river", max_new_tokens=60).text
+    assert len(steps) < 80
+    aborted = 'vllm:request_success_total{finished_reason="abort",model_name="toy"} 2.0'
+    assert aborted in server.client.get("/metrics").text
+
+
+def test_requests_that_take_too_long_end() -> None:
+    with running(replace(SETTINGS, request_seconds=0.2)) as server:
+        scheduler = server.service.model.scheduler
+        tick = scheduler.tick
+        scheduler.tick = lambda: (time.sleep(0.05), tick())[1]  # type: ignore[method-assign]
+        body: dict[str, Any] = {"prompt": "the", "max_tokens": 80, "ignore_eos": True, "drafter": "none"}
+        late = server.post(COMPLETIONS, **body)
+        assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
+        assert "takes longer" not in late.text
+        streamed = server.events(COMPLETIONS, **body)
+        assert streamed[-1][1]["error"]["type"] == "timeout_error"
+
+
+def test_comments_keep_a_silent_stream_alive() -> None:
+    with running(replace(SETTINGS, keep_alive=0.05)) as server:
+        gate = threading.Event()
+        hold(server, gate)
+        body = {"prompt": "the", "max_tokens": 2, "stream": True}
+        with server.client.stream("POST", COMPLETIONS, json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": keep-alive"
+            gate.set()
+            assert list(lines)[-2] == "data: [DONE]"
+
+
+def test_errors_of_a_step_end_their_requests_only(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = "anabranch.decoding.engine.Engine.step"
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, lambda self: 1 / 0)
+        failed = server.post(COMPLETIONS, prompt="the", max_tokens=2)
+    assert failed.status_code == 500
+    assert "division" not in failed.text
+    assert server.ask(COMPLETIONS, prompt="the", max_tokens=2, temperature=0)
+
+
+def test_log_lines_have_ids_and_counts_but_no_text(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="anabranch.serve"):
+        given = server.client.post(
+            COMPLETIONS, json={"prompt": "secret words", "max_tokens": 2, "hint": 1}, headers={"x-request-id": "mine-1"}
+        )
+        other = server.post(COMPLETIONS, prompt="secret words", max_tokens=2)
+        until(lambda: len(caplog.records) >= 2)
+    assert given.headers["x-request-id"] == "mine-1"
+    lines = [json.loads(LogLines().format(record)) for record in caplog.records]
+    assert {line["request_id"] for line in lines} == {"mine-1", other.headers["x-request-id"]}
+    first = next(line for line in lines if line["request_id"] == "mine-1")
+    assert (first["status"], first["completion_tokens"], first["ignored"]) == (200, 2, ["hint"])
+    assert "secret" not in json.dumps(lines)
+
+
+def test_texts_are_logged_where_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        running(replace(SETTINGS, log_prompts=True)) as server,
+        caplog.at_level(logging.INFO, logger="anabranch.serve"),
+    ):
+        server.ask(COMPLETIONS, prompt="some words", max_tokens=2)
+        until(lambda: caplog.records)
+        assert json.loads(LogLines().format(caplog.records[0]))["prompts"] == ["some words"]
