@@ -10,6 +10,7 @@ from typing import Any
 
 from anabranch.bench.cells import CALL_TITLES, call_cells
 from anabranch.bench.report import rows_table
+from anabranch.bench.shape_tables import pass_costs
 from anabranch.support.table import Table
 
 __all__ = [
@@ -260,7 +261,14 @@ def _tune(result: Result) -> list[str]:
     ]
 
 
+def _passes_by_nodes(result: Result) -> list[str]:
+    """Passes by their number of nodes (``anabranch bench shape``)."""
+    costs = pass_costs(result["timed"])
+    return [f"{costs.caption[0].upper()}{costs.caption[1:]}.", "", *costs.markdown()]
+
+
 def _shape(result: Result) -> list[str]:
+    """The same as it was written for one model with random weights."""
     rows = [
         (r["kind"], f"{r['context']:,}", r["batch"], f"{r['ms'][1]:.1f} ({r['ms'][0]:.1f}-{r['ms'][2]:.1f})")
         for r in result["steps"]
@@ -423,6 +431,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
     ("Acceptance by kind of prompt", ("decoded", "prompts_of_a_kind"), _decoded),
     ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
+    ("Passes by number of nodes", ("timed", "command"), _passes_by_nodes),
     ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
     ("Passes, before and after", ("cases", "passes"), _listed),
     ("Before and after", ("cases", "commits"), _listed),

@@ -36,7 +36,11 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, k
         "How much is accepted, and is it predicted well?",
         ("Acceptance by kind of prompt", "Predicted acceptance", "Tuning", "Spec-Bench's own evaluation"),
     ),
-    ("sizes", "What does a step cost in larger models?", ("Step times in the shape of larger models",)),
+    (
+        "sizes",
+        "How many nodes are verified for free, and what does a step cost in larger models?",
+        ("Passes by number of nodes", "Step times in the shape of larger models"),
+    ),
     ("changes", "What did changes of the code bring?", ("Before and after", "Passes, before and after", "Compilers")),
     ("memory", "How much memory does it take?", ("Memory", "Memory with many drafters", "Tables of a large text")),
     ("training", "What does training take?", ("Training rates", "Segment attention", "Adapter search")),

@@ -41,7 +41,8 @@ import torch
 
 from anabranch.analysis.cost import MODELS
 from anabranch.bench.report import environment
-from anabranch.bench.shapes import measure_shape, shape_record
+from anabranch.bench.shape_tables import shape_record
+from anabranch.bench.shapes import measure_shape
 from anabranch.certify import certify
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler

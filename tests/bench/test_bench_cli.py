@@ -479,7 +479,7 @@ def test_compare_refuses_what_is_no_result(bench: Bench, tmp_path: Path) -> None
     assert "schema 1, and this version reads 2" in bench("compare", path, path, bare=True).err
     path.write_text("[]")
     assert "is not a JSON object" in bench("compare", path, path, bare=True).err
-    path.write_text('{"model": "toy", "steps": [], "ratios": []}')
+    path.write_text('{"command": "anabranch bench shape toy", "timed": []}')
     assert "is a result of 'bench shape', which compare does not read" in bench("compare", path, path, bare=True).err
 
 

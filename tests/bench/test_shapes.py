@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,25 @@ import torch
 from typer.testing import CliRunner
 
 from anabranch.analysis.cost import MODELS
+from anabranch.bench.shape_tables import pass_costs, shape_record
 from anabranch.bench.shapes import SHAPES, Fixed, Shape, measure_shape
 from anabranch.cli import app
-from anabranch.errors import DeviceError, InputError
+from anabranch.errors import CapabilityError, DeviceError, InputError
 from anabranch.methods import Row
 from anabranch.methods.streams import entry as streams_method
 from anabranch.model import weights
 from anabranch.model.families import model_config
+from anabranch.model.random_stored import random_stored_decoder
 from anabranch.model.weights import random_decoder
+from anabranch.native.library import library
 from anabranch.sampling import SamplingParams
+from small import logits_after
+from toy_text import ToyFolders
 
 TOY = {**MODELS["Llama-68m"], "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 2}
 TOY |= {"intermediate_size": 96, "vocab_size": 320}
 CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +62,12 @@ def test_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(streams_method.PUBLISHED, "toy", (3.5, 3.0))
     shape = measured(batches=(1,), contexts=(7,))
     (row,) = shape.ratios()
-    plain, streams = (shape.find(1, 7, kind).ms[1] for kind in ("plain", "streams"))
-    assert row["plain_over_floor"] == pytest.approx(plain / shape.machine.floor_ms, abs=1e-3, rel=1e-2)
-    assert row["over_plain"] == pytest.approx(streams / plain, abs=1e-3, rel=1e-2)
-    assert row["speedup"] == pytest.approx(3.5 * plain / streams, abs=1e-3, rel=1e-2)
+    plain, streams = (shape.find(1, 7, kind) for kind in ("plain", "streams"))
+    assert row["plain_over_floor"] == pytest.approx(plain.ms[1] / shape.machine.floor_ms, abs=1e-3, rel=1e-2)
+    low, middle, high = streams.over_plain
+    assert low <= row["over_plain"] == middle <= high
+    assert plain.over_plain == (1, 1, 1)
+    assert row["speedup"] == pytest.approx(3.5 / middle, abs=1e-3, rel=1e-2)
     assert row["speedup_in_the_paper"] == 3.0
 
 
@@ -103,10 +112,61 @@ def test_the_command(tmp_path: Path) -> None:
     grid = ("--width", "1", "--width", "8", "--context", "5", "--dtype", "float32", "--device", "cpu")
     done = CliRunner().invoke(app, ["bench", "shape", "toy", *grid, "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
-    result = json.loads((tmp_path / "toy.json").read_text())
+    (result,) = json.loads((tmp_path / "toy.json").read_text())["timed"]
     assert [step["nodes"] for step in result["steps"]][:3] == [1, 1, 8]
     assert result["ratios"][0]["plain_over_floor"] > 0
     assert all(a <= b for step in result["steps"] for a, b in pairwise(step["ms"]))
     shown = CliRunner().invoke(app, ["bench", "shape", "toy", *grid])
     assert "ms per step" in shown.output
     assert f"wrote {tmp_path / 'toy.json'}" in done.stderr
+    missing = CliRunner().invoke(app, ["bench", "shape"])
+    assert missing.exit_code != 0
+    assert "Missing argument" in missing.stderr
+
+
+def test_models_are_loaded_and_measured_one_after_another(toys: ToyFolders, tmp_path: Path) -> None:
+    grid = ("--width", "1", "--width", "4", "--context", "5", "--device", "cpu")
+    target, out = str(toys.model), tmp_path / "two.json"
+    done = CliRunner().invoke(app, ["bench", "shape", target, f"{target}@int8", *grid, "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(out.read_text())["timed"]
+    assert [first["weights"], second["weights"]] == ["none", "int8"]
+    assert {first["model"], second["model"]} == {toys.model.name}
+    assert first["parameters"] == second["parameters"] > 0
+    assert [step["kind"] for step in first["steps"]] == ["plain", "verify 1", "verify 4"]
+    assert json.loads(done.stdout)["timed"] == [first, second]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "IQ4_XS"])
+def test_random_blocks_of_a_format(kind: str) -> None:
+    config = model_config(TOY | {"hidden_size": 256, "intermediate_size": 512})
+    decoder = random_stored_decoder(config, kind)
+    logits = logits_after(decoder, [3, 1, 4])
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+@needs_kernels
+def test_a_shape_in_a_stored_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "toy", TOY | {"intermediate_size": 128})
+    shape = measured(torch.bfloat16, weights="Q8_0", batches=(1,), contexts=(7,))
+    assert (shape.weights, shape.random) == ("Q8_0", True)
+    assert {times.kind for times in shape.times} >= {"plain", "verify 20", "streams"}
+
+
+@needs_kernels
+def test_formats_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InputError, match=r"no stored format 'Q4_X'.*Q4_0, Q4_1"):
+        measured(weights="Q4_X")
+    with pytest.raises(CapabilityError, match="64 columns, which do not divide into blocks of Q4_K"):
+        measured(weights="Q4_K")
+
+
+def test_pass_costs_name_the_first_width_over_a_limit() -> None:
+    shape = measured(batches=(1,), contexts=(7,))
+    times = [replace(t, over_plain=(1.0, over, 2.0)) for t, over in zip(shape.times, (1, 1, 1.2, 1.7, 9), strict=True)]
+    shape.times = times
+    assert [shape.first_over(1, 7, limit) for limit in (1.1, 1.5, 2.0)] == [4, 20, None]
+    ((model, *_, over, over_more),) = pass_costs([shape_record(shape)]).rows
+    assert (model, over, over_more) == ("toy, float32, random weights", 4, 20)

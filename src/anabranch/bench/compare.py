@@ -45,7 +45,7 @@ def read_result(path: Path) -> dict[str, Any]:
     path = _existing(path)
     advice = "give a file that 'anabranch bench --out FILE' wrote"
     result = read_json(path, advice)
-    if "schema" not in result and {"steps", "ratios"} <= set(result):
+    if "schema" not in result and "timed" in result:
         raise FileError(
             f"{path} is a result of 'bench shape', which compare does not read; give results of 'bench run'"
         )

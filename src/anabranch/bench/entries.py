@@ -32,6 +32,7 @@ __all__ = [
     "plain_of",
     "quantised",
     "read_entries",
+    "split_weights",
 ]
 
 PLAIN = "none"
@@ -62,7 +63,7 @@ def read_entries(methods: Sequence[str], peers: Sequence[str]) -> list[Entry]:
     entries: list[Entry] = []
     for text in methods:
         name, whole = _label(text)
-        spec, weights = _weights(whole)
+        spec, weights = split_weights(whole)
         parse_spec(spec)
         entries.append(Entry(name, spec, weights=rounding_of(weights)))
     for text in peers:
@@ -118,10 +119,10 @@ def listed(text: str) -> list[str]:
 
 def quantised(text: str, kind: Rounding) -> str:
     """The contender, with this kind of weights unless it names one or ``kind`` is "none"."""
-    return text if kind == "none" or _weights(text)[1] != "none" else f"{text}@{kind}"
+    return text if kind == "none" or split_weights(text)[1] != "none" else f"{text}@{kind}"
 
 
-def _weights(text: str) -> tuple[str, str]:
+def split_weights(text: str) -> tuple[str, str]:
     """The specification and the kind of weights of ``SPEC[@KIND]``; an @ before a slash, as in a path, is no kind."""
     match = re.fullmatch(r"(.*)@(\w+)", text, re.DOTALL)
     return (text, "none") if match is None else (match[1], match[2])

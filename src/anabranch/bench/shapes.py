@@ -1,11 +1,11 @@
-"""Time steps of a model shape with random weights, by width, batch and context.
+"""Time steps of a model, or of a model shape with random weights, by width, batch and context.
 
 The time of a step does not depend on the values of the weights, so a machine can be evaluated for models that are not
 available. The KV cache is filled with noise instead of a prompt. Three kinds of steps alternate:
 
     plain      one node per row
     verify n   a draft of n nodes that takes no time to make
-    METHOD     each default method with a trained module, with its usual shape and random weights
+    METHOD     of shapes: each default method with a trained module, with its usual shape and random weights
 
 Acceptance cannot be measured with random weights: ``Shape.ratios`` computes the speedup from these times and the
 acceptance reported in a method's paper.
@@ -15,37 +15,40 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from anabranch.analysis.cost import MODELS
-from anabranch.bench.cells import decimal
 from anabranch.bench.machine import Machine, measure_machine
 from anabranch.decoding.engine import Engine, Request
-from anabranch.errors import DeviceError, InputError
+from anabranch.errors import CapabilityError, DeviceError, InputError
 from anabranch.methods import Drafter, Observation, Row, Taps, methods
 from anabranch.methods.none import NoDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.pack import pack_decoder
 from anabranch.model.passes import PassResult, Rider
-from anabranch.model.weights import random_decoder
+from anabranch.model.quantize import ROUNDINGS, quantize_decoder, rounding_of
+from anabranch.model.random_stored import random_stored_decoder
+from anabranch.model.weights import build_decoder, random_decoder
 from anabranch.support.nearest import hint
-from anabranch.support.table import Table
 from anabranch.tree import DraftTree
 
 __all__ = [
+    "ROUNDS",
     "SHAPES",
     "WIDTHS",
     "Fixed",
     "Shape",
     "Times",
+    "is_shape",
+    "measure_decoder",
     "measure_shape",
-    "shape_record",
-    "shape_table",
     "wrong_chain",
 ]
 
@@ -122,7 +125,8 @@ class _Alternating(Drafter):
 class Times:
     """Milliseconds of one kind of step: lower quartile, median and upper quartile over ``steps`` steps.
 
-    nodes  mean number of verified nodes per row: a method's tree may have fewer than its budget
+    nodes       mean number of verified nodes per row: a method's tree may have fewer than its budget
+    over_plain  quartiles of the ratios to the plain step of the same round
     """
 
     batch: int
@@ -130,16 +134,24 @@ class Times:
     kind: str
     nodes: float
     ms: tuple[float, float, float]
+    over_plain: tuple[float, float, float]
     steps: int
 
 
 @dataclass
 class Shape:
-    """The measured times, and the combinations that were left out (batch, context, and why)."""
+    """The measured times, and the combinations that were left out (batch, context, and why).
+
+    weights  their form: "none" (not quantised), "int8", "int4", "stored" (as a GGUF file has them) or the format of
+             random blocks
+    random   whether the weights are random
+    """
 
     model: str
     parameters: int
     dtype: str
+    weights: str
+    random: bool
     machine: Machine
     times: list[Times] = field(default_factory=list)
     left_out: list[tuple[int, int, str]] = field(default_factory=list)
@@ -161,12 +173,33 @@ class Shape:
                 row: dict[str, Any] = {"batch": plain.batch, "context": plain.context, "method": method.name}
                 row["plain_ms"] = plain.ms[1]
                 row["plain_over_floor"] = round(plain.ms[1] / self.machine.floor_ms, 3)
-                row["over_plain"] = round(drafted.ms[1] / plain.ms[1], 3)
+                row["over_plain"] = drafted.over_plain[1]
                 if (paper := method.published.get(self.model)) is not None:
                     row["tokens_a_step"], row["speedup_in_the_paper"] = paper
-                    row["speedup"] = round(paper[0] * plain.ms[1] / drafted.ms[1], 3)
+                    row["speedup"] = round(paper[0] / drafted.over_plain[1], 3)
                 rows.append(row)
         return rows
+
+    def first_over(self, batch: int, context: int, limit: float) -> int | None:
+        """The smallest measured number of nodes whose pass takes over ``limit`` plain steps; None: none does."""
+        passes = [t for t in self.times if (t.batch, t.context) == (batch, context) and t.kind.startswith("verify ")]
+        over = [round(times.nodes) for times in passes if times.over_plain[1] > limit]
+        return min(over, default=None)
+
+
+def is_shape(name: str) -> bool:
+    """Return whether a name is that of a shape, not of a model to load.
+
+    Raises InputError for a name that can be neither, with a sentence that names the shapes.
+    """
+    if SHAPES.get(name, name) in MODELS:
+        return True
+    if name == "default" or name.endswith(".gguf") or "/" in name or Path(name).exists():
+        return False
+    raise InputError(
+        f"there is no shape {name!r}{hint(name, (*SHAPES, *MODELS))}; shapes are {', '.join([*SHAPES, *MODELS])}, and "
+        "models are default, a folder, a .gguf file or a hub id"
+    )
 
 
 def measure_shape(
@@ -174,39 +207,72 @@ def measure_shape(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    widths: Sequence[int] = WIDTHS,
-    batches: Sequence[int] = (1,),
-    contexts: Sequence[int] = (512,),
+    weights: str = "none",
     nodes: int = 32,
-    rounds: int = ROUNDS,
     report: Report = lambda what, done, total: None,
+    **grid: Any,
 ) -> Shape:
-    """Time steps of the shape ``name`` (of ``SHAPES``, or a model of ``analysis.cost.MODELS``).
+    """Time steps of the shape ``name`` (of ``SHAPES``, or a model of ``analysis.cost.MODELS``) with random weights.
 
-    nodes  node budget of the methods' drafts
+    weights  their form: "none", "int8", "int4", or a format of quantised GGUF files, such as "Q4_K"
+    nodes    node budget of the methods' drafts
+    grid     the widths, batches, contexts and rounds of ``measure_decoder``
 
-    Combinations of batch and context that do not fit in memory are left out. Raises InputError for unknown names and
-    numbers out of range, DeviceError if the weights do not fit in memory.
+    Raises InputError for unknown names and numbers out of range, CapabilityError if the shape cannot be decoded in that
+    format, and DeviceError if the weights do not fit in memory.
     """
+    if not is_shape(name):
+        raise InputError(f"{name} is a model, not a shape; load it, and time it with measure_decoder")
+    _check_grid(**grid)
     model = SHAPES.get(name, name)
-    if model not in MODELS:
-        raise InputError(
-            f"there is no shape {name!r}{hint(name, (*SHAPES, *MODELS))}; shapes are {', '.join([*SHAPES, *MODELS])}"
-        )
-    for what, values in (("width", widths), ("batch", batches), ("context", contexts), ("rounds", (rounds,))):
-        if wrong := [value for value in values if value < 1]:
-            raise InputError(f"{what} must be at least 1, got {wrong[0]}")
     config = model_config(MODELS[model])
     config = replace(config, max_positions=2**30, eos_token_ids=())  # any context is allowed
     report("weights", 0, 1)
-    decoder = random_decoder(config, dtype=dtype, device=device).eval()
-    parameters = sum(p.numel() for p in decoder.parameters())
-    pack_decoder(decoder)
+    if weights in ROUNDINGS:
+        decoder = random_decoder(config, dtype=dtype, device=device).eval()
+        quantize_decoder(decoder, rounding_of(weights))
+        pack_decoder(decoder)
+    elif device.type == "cpu":
+        decoder = random_stored_decoder(config, weights)
+    else:
+        raise CapabilityError(f"blocks of {weights} are multiplied on the CPU only; use --device cpu")
+    drafters = _trained_drafters(decoder, nodes)
+    return measure_decoder(decoder, model, weights=weights, random=True, drafters=drafters, report=report, **grid)
+
+
+def _check_grid(**grid: Any) -> None:
+    for what, values in grid.items():
+        if wrong := [value for value in (values if isinstance(values, Sequence) else (values,)) if value < 1]:
+            raise InputError(f"{what} must be at least 1, got {wrong[0]}")
+
+
+def measure_decoder(
+    decoder: Decoder,
+    model: str,
+    *,
+    weights: str,
+    random: bool = False,
+    drafters: Mapping[str, Drafter] = MappingProxyType({}),
+    widths: Sequence[int] = WIDTHS,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (512,),
+    rounds: int = ROUNDS,
+    report: Report = lambda what, done, total: None,
+) -> Shape:
+    """Time plain steps, passes over drafts of ``widths`` nodes, and steps of ``drafters``, of a packed decoder.
+
+    Combinations of batch and context that do not fit in memory are left out. Raises InputError for numbers out of
+    range.
+    """
+    _check_grid(widths=widths, batches=batches, contexts=contexts, rounds=rounds)
     report("memory", 0, 1)
+    # of the config: packed weights are no parameters
+    parameters = sum(parameter.numel() for parameter in build_decoder(decoder.config).parameters())
     machine = measure_machine(decoder)
-    shape = Shape(model, parameters, str(dtype).removeprefix("torch."), machine)
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    shape = Shape(model, parameters, dtype, weights, random, machine)
     kinds: dict[str, Drafter] = {"plain": NoDrafter(), **{f"verify {n}": Fixed(n) for n in sorted(set(widths))}}
-    kinds |= _trained_drafters(decoder, nodes)
+    kinds |= drafters
     cells = [(batch, context) for context in contexts for batch in batches]
     for done, (batch, context) in enumerate(cells):
         report(f"batch {batch}, context {context:,}", done, len(cells))
@@ -214,7 +280,7 @@ def measure_shape(
             shape.times += _cell(decoder, kinds, batch, context, rounds)
         except (DeviceError, torch.OutOfMemoryError) as error:
             shape.left_out.append((batch, context, str(error).split("\n")[0]))
-        if device.type == "cuda":
+        if decoder.device.type == "cuda":
             torch.cuda.empty_cache()
     report("", len(cells), len(cells))
     return shape
@@ -257,44 +323,21 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
                 milliseconds[kind].append(ms)
                 verified[kind].append(max(step.tree.size for step in done))
     engine.clear()
-    times = []
-    for kind, values in milliseconds.items():
-        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * values
-        low, middle, high = (round(value, 3) for value in quartiles)
-        nodes = statistics.fmean(verified[kind])
-        times.append(Times(batch, context, kind, round(nodes, 2), (low, middle, high), len(values)))
-    return times
-
-
-def shape_record(shape: Shape) -> dict[str, Any]:
-    """The result as JSON values, for result files."""
-    return {
-        "model": shape.model,
-        "parameters": shape.parameters,
-        "dtype": shape.dtype,
-        "machine": shape.machine.to_dict(),
-        "steps": [asdict(times) for times in shape.times],
-        "left_out": [{"batch": batch, "context": context, "why": why} for batch, context, why in shape.left_out],
-        "ratios": shape.ratios(),
-    }
-
-
-def shape_table(shape: Shape) -> list[Table]:
-    """Two tables: milliseconds by kind, one line per batch and context, and the ratios computed from them."""
-    kinds = list(dict.fromkeys(times.kind for times in shape.times))
-    steps: list[list[object]] = []
-    for batch, context in dict.fromkeys((times.batch, times.context) for times in shape.times):
-        cells = (shape.find(batch, context, kind) for kind in kinds)
-        steps.append([batch, f"{context:,}", *("" if cell is None else f"{cell.ms[1]:.2f}" for cell in cells)])
-    steps += [[batch, f"{context:,}", f"left out: {why}"] for batch, context, why in shape.left_out]
-    names = ("plain_over_floor", "over_plain", "tokens_a_step", "speedup", "speedup_in_the_paper")
-    ratios = [
-        [row["batch"], f"{row['context']:,}", row["method"], *(decimal(row[n]) if n in row else "" for n in names)]
-        for row in shape.ratios()
-    ]
-    floor = f"{shape.machine.weight_mb / 1e3:.2f} GB of weights at {shape.machine.read_gb_s[1]:.1f} GB/s"
-    titles = ("plain / floor", "method / plain", "mean acceptance length", "speedup", "the paper's")
     return [
-        Table(["batch", "context", *kinds], steps, f"{shape.model}, ms per step (median); floor {floor}", left=0),
-        Table(["batch", "context", "method", *titles], ratios, left=3),
+        Times(
+            batch,
+            context,
+            kind,
+            round(statistics.fmean(verified[kind]), 2),
+            _quartiles(values),
+            _quartiles([ms / plain for ms, plain in zip(values, milliseconds["plain"], strict=True)]),
+            len(values),
+        )
+        for kind, values in milliseconds.items()
     ]
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * values
+    low, middle, high = (round(value, 3) for value in quartiles)
+    return low, middle, high

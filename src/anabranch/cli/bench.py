@@ -78,7 +78,10 @@ def bench_task(config: TaskConfig) -> None:
 @app.command("shape", cls=Verb)
 @configured
 def bench_steps(config: ShapeConfig) -> None:
-    """Time the steps of a model of a given size, with random weights."""
+    """Time passes by their number of nodes, of models or of random weights in the shape of a model.
+
+    The time of a pass over n nodes, in plain steps, says how many nodes are verified for free on this machine.
+    """
     bench_shape.run(config)
 
 

@@ -183,12 +183,13 @@ class TaskConfig:
 class ShapeConfig:
     """The options of ``bench shape``."""
 
-    shape: Annotated[
-        str,
+    models: Annotated[
+        tuple[str, ...],
         typer.Argument(
-            metavar="SHAPE",
-            help="the size of the model: 135m, 7b, 13b or 33b",
-            autocompletion=completion.one_of("135m", "7b", "13b", "33b"),
+            metavar="MODEL[@KIND] ...",
+            help="a size with random weights (135m, 7b, 13b or 33b), or a model to load (default, a folder, a .gguf "
+            "file or a hub id); @int8 or @int4 quantises its weights, 7b@Q4_K stores random ones as GGUF files do",
+            autocompletion=completion.one_of("135m", "7b", "13b", "33b", "default"),
         ),
     ]
     width: Annotated[tuple[int, ...], typer.Option(metavar="N", help="verify N nodes in a step; repeatable")] = ()

@@ -14,7 +14,8 @@
 
 A field that is itself a configuration contributes its fields, with the defaults of its default instance; a
 ``LoadConfig`` also --plugin. A field of the type ``Keywords`` (``chosen``) contributes options of a call. A field
-``tuple[X, ...]`` is a repeatable option. Other parameters of the command, such as a ``typer.Context``, are passed on.
+``tuple[X, ...]`` is a repeatable option, or an argument of one or more values. Other parameters of the command, such as
+a ``typer.Context``, are passed on.
 """
 
 from __future__ import annotations
@@ -199,8 +200,9 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     """A keyword parameter in typer's spelling, which has lists for ``tuple[X, ...]``."""
     plain, *extras = get_args(hint)
     if get_origin(plain) is tuple:
-        default = None if default is MISSING or not default else list(default)
-        plain = Optional[list[get_args(plain)[0]]]  # type: ignore[misc]  # noqa: UP045 - an annotation made here
+        plain = list[get_args(plain)[0]]  # type: ignore[misc]
+        if default is not MISSING:
+            default, plain = list(default) or None, Optional[plain]  # noqa: UP045 - an annotation made here
     annotation: Any = plain
     for extra in extras:
         annotation = Annotated[annotation, extra]

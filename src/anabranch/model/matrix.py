@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-__all__ = ["FileMatrix"]
+__all__ = ["FileMatrix", "random_blocks"]
 
 # Where the halves of a block's scales and minima are, in bytes.
 _HALVES = {
@@ -24,6 +24,7 @@ _HALVES = {
 }  # fmt: skip
 _INFINITE = 0x7C  # the exponent of halves that are not finite, in their second byte
 AT_ONCE = 1 << 24  # bytes of rows that are in memory at a time
+_SCALE = 1 / 4096  # of random blocks: their values are of the order of a trained model's
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,17 @@ class FileMatrix:
         start = self.rows.__array_interface__["data"][0] - begin + first * self.rows.shape[1]
         start, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + count * self.rows.shape[1]
         pages.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def random_blocks(kind: GGMLQuantizationType, count: int) -> NDArray[np.uint8]:
+    """Arbitrary blocks of a type with finite scales [count, bytes of a block], for timing.
+
+    Raises KeyError for types whose scales are not halves.
+    """
+    blocks = np.random.default_rng(0).integers(256, size=(count, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    for at in _HALVES[kind.name]:
+        blocks[:, at : at + 2] = np.frombuffer(np.float16(_SCALE).tobytes(), np.uint8)
+    return blocks
 
 
 def _mapping(array: Any) -> mmap.mmap | None:
