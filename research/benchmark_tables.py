@@ -130,8 +130,9 @@ def _contender(record: Result) -> list[str]:
         return [f"`{record['name']}`", record["error"]]
     low, middle, high = record["speedup_quartiles"]
     length = record.get("mean_acceptance_length")
+    fewer = f" ({record['prompts']} prompts)" if "every" in record else ""
     return [
-        f"`{record['name']}`",
+        f"`{record['name']}`{fewer}",
         f"{record['tokens_per_second']:.1f}",
         f"{middle:.2f} ({low:.2f}-{high:.2f})",
         "-" if length is None else f"{length:.2f}",

@@ -88,8 +88,8 @@ def _caption(machine: str, result: Result) -> str:
 
 
 def page_chart(stem: str, result: Result) -> str:
-    """At most ten contenders of a comparison."""
-    records = [record for record in result["contenders"] if "error" not in record]
+    """At most ten contenders of a comparison, of those that decoded all prompts."""
+    records = [record for record in result["contenders"] if "error" not in record and "every" not in record]
     shown = leading(records)
     title = f"Tokens per second, {at_a_time(result['run'])}"
     if len(shown) < len(records):

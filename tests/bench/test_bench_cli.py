@@ -107,6 +107,19 @@ def test_quantized_weights_have_a_plain_decoding_of_their_own(bench: Bench, tmp_
         assert found[name]["speedup_total"] == pytest.approx(ratio, rel=1e-3)
 
 
+def test_a_contender_on_every_other_prompt(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    few = ("--method", "some=prompt_lookup", "--every", "some=2", "--out", out)
+    done = bench("--method", "none", *few)
+    assert done.code == 0, done.err
+    assert "some decoded 2 of the prompts only" in " ".join(done.out.split())
+    plain, some = read(out)["contenders"]
+    assert ("every" not in plain, some["every"], some["prompts"], some["equal_outputs"]) == (True, 2, 2, 2)
+    assert read(out)["run"]["every"] == {"some": 2}
+    same = bench("compare", out, out, bare=True)
+    assert same.code == 0, same.err
+
+
 def test_auto_is_what_tune_or_we_would_take(bench: Bench) -> None:
     done = bench("--method", "auto", "--json", "--limit", 1)
     assert done.code == 0, done.err
@@ -310,6 +323,9 @@ def test_broken_journals(bench: Bench, tmp_path: Path) -> None:
         (["--method", "a=streams", "--method", "a=none"], "named 'a'; label one of them, as in again=none"),
         (["--method", "again=none@int8", "--method", "again=streams@int8"], "as in again-2=streams@int8"),
         (["--max-new-tokens", "95"], "too many for 95 more"),
+        (["--method", "auto", "--every", "none=2"], "names no contender besides plain decoding: 'none=2'"),
+        (["--method", "auto", "--every", "auto=x"], "LABEL=N with a whole number from 1, got 'auto=x'"),
+        (["--method", "auto", "--every", "auto=2", "--trace", "steps"], "leave out --every or --trace"),
     ],
 )
 def test_what_is_refused_before_anything_runs(bench: Bench, arguments: list[str], words: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from anabranch.bench.peers import PEERS, Peer, PeerError, launch, open_peer, parse_peer
+from anabranch.bench.peers.catalogue import ENVIRONMENTS
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.load import Target, load_target
 from anabranch.sampling import SamplingParams
@@ -216,6 +217,9 @@ def test_ctrl_c_while_a_peer_decodes_leaves_no_late_answer(fake: Any) -> None:
 # -- names, and what a peer needs --------------------------------------------------------------------------
 def test_names_carry_options() -> None:
     assert parse_peer("openvino")[1]["format"] == "fp16"
+    builds = [parse_peer(f"llama.cpp-ngram:build={build}")[0].environment for build in ("avx2", "avx512")]
+    assert builds == ["llama.cpp", "llama.cpp-avx512"]
+    assert set(builds) <= set(ENVIRONMENTS)
     spec, settings = parse_peer("openvino-lookup:format=int4,tokens=7")
     assert (spec.environment, settings["format"], settings["tokens"], settings["ngram"]) == ("openvino", "int4", 7, 3)
     for spec in PEERS.values():
@@ -235,6 +239,7 @@ def test_names_carry_options() -> None:
         ("openvino:format=int3", "must be fp16, int8 or int4"),
         ("vllm:compile=maybe", "must be yes or no"),
         ("llama.cpp-ngram:kind=best", "map_k4v or cache"),
+        ("llama.cpp:build=avx", "must be avx2 or avx512, got 'avx'"),
     ],
 )
 def test_names_that_mean_nothing(name: str, message: str) -> None:
@@ -251,6 +256,7 @@ def test_names_that_mean_nothing(name: str, message: str) -> None:
         ("transformers-assisted:assistant=nowhere", "not a model folder"),
         ("economize", "peers install economize"),
         ("llama.cpp", "peers install llama.cpp"),
+        ("llama.cpp:build=avx512", "peers install llama.cpp-avx512"),
         ("openvino", "peers install openvino"),
         ("vllm-ngram", "peers install vllm"),
     ],

@@ -68,6 +68,25 @@ def test_install_use_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.thorough
+def test_variables_reach_the_build_and_are_part_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "setup.py").write_text(
+        "import os, setuptools\nopen('tiny_engine.py', 'w').write(f\"BUILT = {os.environ['TINY']!r}\")\n"
+        "setuptools.setup(name='tiny-engine', version='1.0', py_modules=['tiny_engine'])\n"
+    )
+    steps = (("install", "setuptools", "wheel"), ("install", "--no-build-isolation", str(source)))
+    plan = Environment(NAME, steps, (("TINY", "-DFAST=ON"),))
+    monkeypatch.setattr("anabranch.bench.peers.environments.ENVIRONMENTS", {**ENVIRONMENTS, NAME: plan})
+    assert install(NAME)
+    command = [find_python(NAME), "-c", "import tiny_engine; print(tiny_engine.BUILT)"]
+    assert subprocess.run(command, capture_output=True, check=True).stdout.strip() == b"-DFAST=ON"
+    other = Environment(NAME, steps, (("TINY", "-DFAST=OFF"),))
+    monkeypatch.setattr("anabranch.bench.peers.environments.ENVIRONMENTS", {**ENVIRONMENTS, NAME: other})
+    assert not status(NAME).ready
+
+
+@pytest.mark.thorough
 def test_a_failed_install_leaves_nothing(tmp_path: Path) -> None:
     plan = _plan(("install", "--no-index", _wheel(tmp_path)), ("install", "--no-index", "no-such-engine-at-all"))
     with pytest.raises(FetchError, match=r"no-such-engine-at-all.*nothing was kept"):

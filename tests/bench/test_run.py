@@ -121,6 +121,20 @@ def test_an_error_is_an_error_and_never_a_timed_answer() -> None:
     )
 
 
+def test_a_slow_contender_decodes_some_of_the_prompts_and_is_compared_on_these() -> None:
+    slow, every = Known(5.0), {"slow": 3}
+    contenders = {"none": Known(10.0), "slow": slow}
+    done = list(rounds(contenders, one_by_one(PROMPTS), max_new_tokens=20, every=every))
+    assert [prompts for prompts, *_ in slow.calls] == [[[1, 2, 0]], [[1, 2, 3]]]
+    plain, found = summarise(gather(list(contenders), done, {}, every), PROMPTS)
+    assert (plain["prompts"], found["prompts"], found["every"]) == (4, 2, 3)
+    assert found["speedup_quartiles"] == [0.5] * 3
+    assert (found["speedup_total"], found["equal_outputs"]) == (0.5, 2)
+    assert {task: part["prompts"] for task, part in found["by_task"].items()} == {"a": 1, "b": 1}
+    some = summarise(gather(list(contenders), done[:3], {}, every), PROMPTS[:3])[1]
+    assert list(some["by_task"]) == ["a"]
+
+
 def test_an_answer_without_tokens_is_an_error() -> None:
     class Mute(Known):
         def serve(self, prompts: Sequence[Sequence[int]], *, rows: int, max_new_tokens: int) -> Served:

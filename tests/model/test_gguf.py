@@ -11,6 +11,7 @@ import torch
 from gguf_files import ARCHITECTURES, LATER, TOKENS, finish, toy_model, write_gguf
 
 from anabranch.errors import FileError, ModelError
+from anabranch.model.folder import write_folder
 from anabranch.model.gguf import _read, read_gguf, unpermute_rotary
 from anabranch.model.gguf_tokenizer import build_tokenizer, end_tokens
 from anabranch.model.load import load_target
@@ -57,6 +58,17 @@ def test_quantised_blocks_are_dequantised_then_rounded_once(tmp_path: Path) -> N
     for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
         expected = gguf.quants.dequantize(gguf.quants.quantize(stored[name].numpy(), kind), kind)
         assert torch.equal(contents.tensors[name], torch.from_numpy(expected).bfloat16())
+
+
+def test_a_folder_of_a_file_is_the_same_model(tmp_path: Path) -> None:
+    path, done = llama(tmp_path, quantize=True), []
+    contents = read_gguf(path, dtype=torch.bfloat16)
+    write_folder(contents, tmp_path / "folder", lambda tensors, total: done.append((tensors, total)))
+    folder = load_target(str(tmp_path / "folder"), device="cpu")
+    assert folder.fingerprint == load_target(str(path), quantize="none", device="cpu").fingerprint
+    assert folder.tokenizer("hi 12").input_ids == contents.tokenizer("hi 12").input_ids
+    assert folder.config.eos_token_ids
+    assert done[-1] == (len(contents.tensors), len(contents.tensors))
 
 
 def test_llama3_frequencies_are_recovered_from_their_divisors(tmp_path: Path) -> None:

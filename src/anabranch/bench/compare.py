@@ -141,7 +141,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
             if one["spec"] != two["spec"]:
                 warnings.append(f"{name} is {one['spec']} in A and {two['spec']} in B")
             record["ratio_total"] = round(two["tokens_per_second"] / one["tokens_per_second"], 4)
-            if same:
+            if same and one.get("every") == two.get("every"):
                 pairs = zip(one["tokens_per_second_by_prompt"], two["tokens_per_second_by_prompt"], strict=False)
                 record["ratio_quartiles"] = quartiles([y / x for x, y in pairs])
         records.append(record)

@@ -42,8 +42,8 @@ def leading(records: Records, limit: int = MOST) -> Records:
 
 
 def draw(result: Mapping[str, Any]) -> dict[str, Figure]:
-    """Draw the figures of a result, by name, omitting empty ones."""
-    records = [record for record in result["contenders"] if "error" not in record]
+    """Draw the figures of a result, by name, omitting empty ones, for the contenders that decoded all prompts."""
+    records = [record for record in result["contenders"] if "error" not in record and "every" not in record]
     with plots.styled():
         drawn = {name: make(result, records) for name, make in FIGURES.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}

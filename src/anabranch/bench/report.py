@@ -129,6 +129,11 @@ def heading(result: Mapping[str, Any]) -> list[str]:
     if memory := result["memory_mb"]:
         peaks = ", ".join(f"{value:.0f} MB {kind}" for kind, value in memory.items())
         lines.append(f"Our contenders share one process; its peak memory while decoding: {peaks}.")
+    for record in result["contenders"]:
+        if "every" in record:
+            lines.append(
+                f"{record['name']} decoded {record['prompts']} of the prompts only; its ratios are over the same ones."
+            )
     became = [(r["name"], r["drafter"]) for r in result["contenders"] if r.get("drafter", r["spec"]) != r["spec"]]
     if became:
         lines.append("; ".join(f"{name} is {drafter} here" for name, drafter in became) + ".")
@@ -190,12 +195,14 @@ def tables_of(result: Mapping[str, Any]) -> list[Table]:
     for caption, columns, records in ((DETAILS[0], SPEED, good), (DETAILS[1], STEPS, ours)):
         rows = [[record["name"], *(cell(record) for _, cell in columns)] for record in records]
         tables.append(Table(["contender", *(title for title, _ in columns)], rows, caption))
-    if ours and (peers := [record for record in good if record.get("kind") == "peer"]):
+    if ours and (peers := [r for r in good if r.get("kind") == "peer" and "every" not in r]):
         rates = [peer["tokens_per_second"] for peer in peers]
-        rows = [[r["name"], *(decimal(r["tokens_per_second"] / rate) for rate in rates)] for r in ours]
+        rows = [
+            [r["name"], *(decimal(r["tokens_per_second"] / rate) for rate in rates)] for r in ours if "every" not in r
+        ]
         tables.append(Table(["contender", *(peer["name"] for peer in peers)], rows, "Tokens/s relative to peers"))
     if good and len(tasks := list(good[0]["by_task"])) > 1:
-        rows = [[record["name"], *(_of_task(record["by_task"][task]) for task in tasks)] for record in good]
+        rows = [[record["name"], *(_of_task(record["by_task"].get(task)) for task in tasks)] for record in good]
         titles = ["contender", *(task.replace("_", "\n") for task in tasks)]
         tables.append(Table(titles, rows, "By task: median speedup / mean acceptance length"))
     failed = [[record["name"], record["error"]] for record in result["contenders"] if "error" in record]
@@ -203,7 +210,9 @@ def tables_of(result: Mapping[str, Any]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _of_task(record: Mapping[str, Any]) -> str:
+def _of_task(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "-"
     return f"{_median(record.get('speedup_quartiles'), 2)} / {decimal(record.get('mean_acceptance_length'))}"
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from anabranch.bench.contenders import Contender, Run, Served
@@ -204,6 +205,7 @@ def rounds(
     report: Report = lambda done, total, what: None,
     take: Take = lambda name, run: None,
     shown: int = 0,
+    every: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Round]:
     """Serve every load from ``start`` on, ``repeats`` times with each contender; yields one round per load.
 
@@ -212,6 +214,7 @@ def rounds(
     report  called with loads done, loads in total, and what is next
     take    called with the run of every prompt, outside the timing
     shown   keep what the forward passes did on this many loads, the first ones
+    every   contenders that serve only every n-th load, from the first on
     """
     names = list(contenders)
     failed: set[str] = set()
@@ -222,7 +225,7 @@ def rounds(
         for repeat in range(repeats):
             turn = (index * repeats + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
-                if name in failed:
+                if name in failed or index % every.get(name, 1):
                     continue
                 report(index, len(loads), f"{name} {load}")
                 try:

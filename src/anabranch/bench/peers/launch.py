@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from anabranch.bench.peers.catalogue import PeerSpec, parse_peer
 from anabranch.bench.peers.environments import environment_folder, find_python
 from anabranch.bench.peers.process import Peer, PeerError
@@ -113,13 +115,13 @@ def _weights(spec: PeerSpec, settings: dict[str, Any], target: Target, python: P
         )
     if spec.weights == "gguf":
         return _gguf(spec, settings, target)
+    if spec.weights == "openvino" and target.path is not None:
+        return _exported(target.path.resolve(), target.fingerprint, settings["format"], python)
     if target.path is None or not target.path.is_dir():
         raise CapabilityError(
             f"the peer {spec.name!r} needs a model folder with config and safetensors, which {target.name!r} is not; "
             "use the peer llama.cpp for a GGUF file"
         )
-    if spec.weights == "openvino":
-        return _exported(target.path.resolve(), target.fingerprint, settings["format"], python)
     return target.path.resolve()
 
 
@@ -132,8 +134,8 @@ def _gguf(spec: PeerSpec, settings: dict[str, Any], target: Target) -> Path:
         return path
     if target.path is not None and target.path.is_file():
         return target.path.resolve()
-    if target.path is not None and (member := _converted_from(target.path)):
-        for path in environment_folder("llama.cpp").glob(f"[Ll]ib/**/site-packages/{member}"):
+    if target.path is not None and spec.environment is not None and (member := _converted_from(target.path)):
+        for path in environment_folder(spec.environment).glob(f"[Ll]ib/**/site-packages/{member}"):
             return path
     raise CapabilityError(
         f"the peer {spec.name!r} reads GGUF files, and the one of {target.name!r} is not known; name it as "
@@ -150,8 +152,11 @@ def _converted_from(folder: Path) -> str | None:
     return member if isinstance(member, str) and ".." not in member else None
 
 
-def _exported(folder: Path, fingerprint: str, weight_format: str, python: Path) -> Path:
-    """OpenVINO's export of a model folder, created once for each weight format."""
+def _exported(model: Path, fingerprint: str, weight_format: str, python: Path) -> Path:
+    """OpenVINO's export of a model folder or a GGUF file, created once for each weight format.
+
+    A GGUF file is exported from its dequantised weights, since OpenVINO's own reader of such files knows few formats.
+    """
     final = environment_folder("openvino") / "exports" / f"{fingerprint[:16]}-{weight_format}"
     if final.is_dir():
         return final
@@ -160,8 +165,10 @@ def _exported(folder: Path, fingerprint: str, weight_format: str, python: Path) 
     options = ["--task", "text-generation-with-past", "--weight-format", weight_format]
     if weight_format == "int4":
         options += ["--group-size", "64"]  # its default of 128 does not divide the widths of small models
-    command = [str(python), "-c", _EXPORT, "export", "openvino", "-m", str(folder), *options, str(staging / "model")]
     try:
+        source = _dequantised(model, staging / "source") if model.is_file() else model
+        command = [str(python), "-c", _EXPORT, "export", "openvino", "-m", str(source), *options]
+        command.append(str(staging / "model"))
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -181,3 +188,12 @@ def _exported(folder: Path, fingerprint: str, weight_format: str, python: Path) 
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return final
+
+
+def _dequantised(file: Path, folder: Path) -> Path:
+    """Write a GGUF file as a folder of dequantised weights in bf16."""
+    from anabranch.model.folder import write_folder
+    from anabranch.model.gguf import read_gguf
+
+    write_folder(read_gguf(file, dtype=torch.bfloat16), folder)
+    return folder
