@@ -17,6 +17,7 @@ from comparison_tables import (
     dots,
     failures,
     heading,
+    speeds,
     summary,
     trained,
 )
@@ -33,6 +34,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
     ("Training", "", trained),
     ("Mean acceptance length by task", "", acceptance),
+    (
+        "Times plain decoding by task",
+        "Tokens per second over plain decoding's, of all prompts of a task.",
+        speeds,
+    ),
     ("Cost of a step", "One prompt at a time; medians over prompts.", costs),
     ("Not measured", "", failures),
 )

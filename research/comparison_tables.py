@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench.cells import CALL_TITLES, call_cells
@@ -15,6 +15,7 @@ __all__ = [
     "dots",
     "failures",
     "heading",
+    "speeds",
     "summary",
     "trained",
 ]
@@ -147,13 +148,24 @@ def trained(result: Result) -> list[str]:
 
 def acceptance(result: Result) -> list[str]:
     """Mean acceptance length by task, greedy."""
+    records = ((method, record) for method in _methods(result) for record in _fixed(_alone(method)))
+    return _by_task(records, "mean_acceptance_length")
+
+
+def speeds(result: Result) -> list[str]:
+    """Tokens/s over plain decoding's by task: of ``auto`` if the method has it, otherwise of each fixed size."""
+    records = ((method, _alone(method)) for method in _methods(result))
+    chosen = ((method, [r for r in found if r["name"] == LOAD] or _fixed(found)) for method, found in records)
+    return _by_task(((method, record) for method, found in chosen for record in found), "speedup_total")
+
+
+def _by_task(records: Iterable[tuple[Method, Record]], key: str) -> list[str]:
     tasks: list[str] = []
     lines = []
-    for method in _methods(result):
-        for record in _fixed(_alone(method)):
-            tasks = tasks or list(record["by_task"])
-            shares = (record["by_task"].get(task, {}).get("mean_acceptance_length") for task in tasks)
-            lines.append([f"`{method['name']}`", record["name"], _length(record), *map(_number, shares)])
+    for method, record in records:
+        tasks = tasks or list(record["by_task"])
+        values = (record["by_task"].get(task, {}).get(key) for task in tasks)
+        lines.append([f"`{method['name']}`", record["name"], _number(record.get(key)), *map(_number, values)])
     titles = ["method", "draft", "all", *(task.replace("_", " ") for task in tasks)]
     return table(titles, lines, left=2)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmark_tables import machine_line, table
 from generated import ROOT, write_or_check
+from paper_items import ITEMS
 from studies import STUDIES
 from studies.base import Study
 from studies.draw import draw
@@ -27,18 +28,34 @@ Found = tuple[str, Result]
 
 INTRODUCTION = """# The papers' studies
 
-What figures and tables of the two Speculative Streaming papers (ACL; "v1" is arXiv 2402.11131) show, measured on the
-default model at a size that two CPU cores can do. `python research/study.py --list` lists the studies, one command runs
+What figures and tables of the two Speculative Streaming papers (ACL; "v1" is arXiv 2402.11131), of Leviathan et al.
+and of Spector and Ré show, measured at a size that two CPU cores can do, on the default model unless a row says
+otherwise. `python research/study.py --list` lists the studies, one command runs
 each, and `python research/reproduction_page.py` writes this page from the newest results in `benchmarks/`. DIR is a
 folder with the data sets. Where the papers print no numbers, their finding is given in words. Long tables are left to
 their charts and result files.
+
+## Every table and figure
+
+*Reproduced*: ours shows the same, at our size. *Differs*: it does not, for the reason stated, with its measurement.
+*Inconclusive*: our measurement decides nothing. *Needs a GPU*: no smaller form of it says anything.
 """.splitlines()
+STUDIES_TITLE = ("## Studies", "")
 
 
 def newest(study: Study) -> Found | None:
     """The name and content of the study's newest result, by the date in it."""
     found = [(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in BENCHMARKS.glob(study.pattern)]
     return max(found, key=lambda each: (each[1]["environment"]["date"], each[0]), default=None)
+
+
+def index() -> list[str]:
+    """A row per table and figure of the papers."""
+    return table(("verdict", "paper", "item", "what it shows", "why, and where"), _rows(), left=5)
+
+
+def _rows() -> list[tuple[str, ...]]:
+    return [(f"*{item.verdict}*", item.paper, item.number, item.shows, item.why) for item in ITEMS]
 
 
 def summary(results: Mapping[str, Found | None]) -> list[str]:
@@ -75,7 +92,7 @@ def section(study: Study, found: Found | None) -> list[str]:
 def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     results = {study.name: newest(study) for study in STUDIES}
-    lines = [*INTRODUCTION, "", *summary(results)]
+    lines = [*INTRODUCTION, "", *index(), *STUDIES_TITLE, *summary(results)]
     files: dict[str, str] = {}
     for study in STUDIES:
         found = results[study.name]

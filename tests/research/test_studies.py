@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -341,3 +342,25 @@ def test_the_page_is_that_of_the_newest_results() -> None:
     page = importlib.import_module("reproduction_page")
     for name, wanted in page.outputs().items():
         assert (page.ROOT / name).read_text(encoding="utf-8") == wanted, name
+
+
+NUMBERED = {
+    "ACL": {("table", 6), ("figure", 23)},
+    "v1": {("table", 2), ("figure", 12)},
+    "Leviathan et al.": {("table", 3), ("figure", 5)},
+    "Spector and Ré": {("table", 2), ("figure", 3)},
+}
+
+
+@pytest.mark.parametrize("paper", NUMBERED)
+def test_every_table_and_figure_has_a_row(paper: str) -> None:
+    items = importlib.import_module("paper_items")
+    found: set[tuple[str, int]] = set()
+    for item in items.ITEMS:
+        assert item.verdict in items.VERDICTS
+        for part in item.number.split(", ") if item.paper == paper else ():
+            kind, _, numbers = part.partition(" ")
+            first, *last = (int(n.rstrip("ab")) for n in re.split(" and | to ", numbers))
+            span = range(first, last[0] + 1) if " to " in numbers else (first, *last)
+            found |= {(kind.rstrip("s"), number) for number in span}
+    assert found == {(kind, n) for kind, most in NUMBERED[paper] for n in range(1, most + 1)}

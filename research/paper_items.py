@@ -1,0 +1,190 @@
+"""Every numbered table and figure of the papers: where ours is, and how it compares.
+
+``verdict`` is one of VERDICTS. A study's own row has the values; here is the reason, with the place of its numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ITEMS", "VERDICTS", "Item"]
+
+VERDICTS = ("reproduced", "differs", "inconclusive", "needs a GPU")
+ACL, V1, LEVIATHAN, STAGED = "ACL", "v1", "Leviathan et al.", "Spector and Ré"
+
+
+class Item(NamedTuple):
+    """A table or figure: its ``paper``, ``number`` there, what it ``shows``, the ``verdict`` and ``why``."""
+
+    paper: str
+    number: str
+    shows: str
+    verdict: str
+    why: str
+
+
+GPU = "`python scripts/check_gpu.py` and `anabranch bench` with a folder of the model are ready"
+BOUND = "a step of 16 nodes costs 2.3 to 5 plain ones on two cores ([cost of a step](comparison.md#cost-of-a-step))"
+ITEMS = (
+    Item(ACL, "figure 1", "draft model against streams, drawn", "reproduced", "[both](methods.md) run on one loop"),
+    Item(ACL, "figure 2", "shared and lossless mode, drawn", "reproduced", "[both modes](methods/streams.md)"),
+    Item(
+        *(ACL, "figure 3", "the architecture, drawn", "reproduced"),
+        "streams ride in the pass or trail it, with the [same drafts](derivations.md#why-riding-and-trailing-agree)",
+    ),
+    Item(
+        *(ACL, "table 1", "speedup and score on MT-Bench, Llama and Vicuna", "needs a GPU"),
+        f"the models are 7B to 33B; {GPU}. At 135M, {BOUND}, so the order of methods by acceptance is not that by "
+        "speed. Scores are those of plain decoding in lossless mode, since the tokens are",
+    ),
+    Item(
+        *(ACL, "table 2", "speedup by task of Spec-Bench", "differs"),
+        f"[times plain decoding by task](comparison.md#times-plain-decoding-by-task): {BOUND}; adapters saw 100 k "
+        "tokens",
+    ),
+    Item(
+        *(
+            ACL,
+            "table 3",
+            "shared mode on SQL, E2E and DialogSum: speedup, length, parameters, quality",
+            "inconclusive",
+        ),
+        "lengths 2.05 (SQL) and 1.59 (E2E) after 170 steps, where the paper trains on all rows; 100 rows a task leave "
+        "[quality](applications.md#results) within intervals of 10 points. Parameters are "
+        "[reproduced](comparison.md#parameters-on-the-papers-targets) but one",
+    ),
+    Item(
+        *(ACL, "table 4", "quantised targets", "differs"),
+        "[here](#quantised-targets): the speedup falls with the weights' bits, since arithmetic grows beside memory",
+    ),
+    Item(
+        *(ACL, "table 5", "latency beside a draft model (OPT-125m)", "differs"),
+        "[SQL and E2E](applications.md#results): for SQL, streams trained afterwards have 1.99 times plain decoding, a "
+        "draft model 0.97; OPT's weights are not at hand",
+    ),
+    Item(
+        *(ACL, "table 6", "mean accepted tokens on MT-Bench", "differs"),
+        "[by task](comparison.md#mean-acceptance-length-by-task): 135M parameters, 100 k tokens of training; drafts of "
+        "`streams` began with tokens of a 4-bit copy there",
+    ),
+    Item(
+        *(ACL, "figure 4", "quality with future tokens in sight", "reproduced"),
+        "[here](#peeking-at-future-tokens): loss and accuracy improve with the tokens in sight; generation metrics are "
+        "not measured",
+    ),
+    Item(
+        *(ACL, "figure 5", "similarity of stream states to true states", "reproduced"),
+        "[streams](#cosine-similarity-of-stream-states-to-true-future-states); Medusa beside them is not measured",
+    ),
+    Item(ACL, "figure 6", "gradient norms by layer", "reproduced", "[here](#gradient-norms-by-layer)"),
+    Item(
+        *(ACL, "figure 7", "a text where seeing the future helps", "inconclusive"),
+        "one example in the paper; no search for such texts was made, as 135M parameters write no such programs",
+    ),
+    Item(
+        *(ACL, "figures 8 and 9", "parameters, memory and operations of a draft (Llama-13B)", "differs"),
+        "[counted](theory.md#what-a-draft-costs): fewest parameters and reads as there; operations are above Medusa's "
+        "and EAGLE's on one path",
+    ),
+    Item(
+        *(ACL, "figure 10", "children per node, with pruning", "differs"),
+        "[here](#children-per-node-with-and-without-pruning): the speedup falls from two children on, since "
+        "arithmetic limits a pass of 13 nodes already",
+    ),
+    Item(
+        *(ACL, "figure 11", "number of stream layers", "inconclusive"),
+        "[here](#number-of-stream-layers): adapters of 331 k parameters and less, accuracy 0.1; the paper shows task "
+        "metrics of shared mode",
+    ),
+    Item(
+        *(ACL, "figure 12a", "value rotation", "inconclusive"),
+        "[here](#value-rotation-in-place-of-stream-embeddings): the same adapters, no difference",
+    ),
+    Item(
+        *(ACL, "figure 12b", "top-k sampling", "differs"),
+        "[here](#top-k-sampling-at-temperature-1): matching draws with common random numbers, so the length hardly "
+        "falls with k; Medusa beside it is not measured",
+    ),
+    Item(
+        *(ACL, "figure 13", "chain, tree, pruned tree", "differs"),
+        "[here](#chain-tree-pruned-tree): a tree of 37 nodes costs 3.8 plain steps on two cores, so it loses what it "
+        "accepts; lengths rise as there",
+    ),
+    Item(
+        *(ACL, "figure 14", "pruning, drawn", "reproduced"),
+        "`prune=` ([settings](settings.md#drafters)), by the early-exit layer's scores",
+    ),
+    Item(ACL, "figure 15", "the mask of a tree, drawn", "reproduced", "`anabranch.tree.mask_of`; tested node by node"),
+    Item(
+        *(ACL, "figure 16", "segment attention, drawn", "reproduced"),
+        "`--segment`, with its [memory](benchmarks/training.md#segment-attention)",
+    ),
+    Item(
+        *(ACL, "figures 17 and 19", "utilisation over time and on an A100", "needs a GPU"),
+        "[counted](#parameters-memory-traffic-arithmetic-and-utilisation) from shapes, not measured over time",
+    ),
+    Item(
+        *(ACL, "figure 18", "batch sizes", "differs"),
+        "[here](#batch-sizes-from-1-to-16): two cores have no idle arithmetic from two rows on",
+    ),
+    Item(
+        *(ACL, "figure 20", "streams against a draft model, by equation 10", "reproduced"),
+        "[theory](theory.md#closed-forms); `anabranch analyze` draws it",
+    ),
+    Item(
+        *(ACL, "figure 21", "long contexts", "differs"),
+        "[here](#long-contexts): no training on long documents, prompt lookup beside the streams; k is not swept",
+    ),
+    Item(
+        *(ACL, "figures 22 and 23", "texts pass by pass", "reproduced"),
+        "`anabranch generate --show-drafts` ([terminal](terminal.md#generate))",
+    ),
+    Item(V1, "figures 1 and 2", "system and architecture, drawn", "reproduced", "as ACL figures 1 and 3"),
+    Item(
+        *(V1, "table 1", "speedup, call reduction, parameters, metrics after tuning", "inconclusive"),
+        "as ACL table 3; `paper-v1` in [applications](applications.md#results)",
+    ),
+    Item(V1, "table 2", "latency beside a draft model", "differs", "as ACL table 5"),
+    Item(V1, "figure 3", "arithmetic intensity", "needs a GPU", "counted, as ACL figures 17 and 19"),
+    Item(V1, "figure 4", "streams against a draft model", "reproduced", "as ACL figure 20"),
+    Item(V1, "figure 5", "children per node", "differs", "as ACL figure 10"),
+    Item(V1, "figure 6", "number of stream layers", "inconclusive", "as ACL figure 11"),
+    Item(V1, "figures 7 and 8", "pruning and mask, drawn", "reproduced", "as ACL figures 14 and 15"),
+    Item(V1, "figure 9", "value rotation; top-k", "inconclusive", "as ACL figures 12a and 12b"),
+    Item(V1, "figure 10", "utilisation over time", "needs a GPU", "as ACL figure 17"),
+    Item(V1, "figures 11 and 12", "texts pass by pass", "reproduced", "as ACL figures 22 and 23"),
+    Item(
+        *(LEVIATHAN, "figure 1", "an example, iteration by iteration", "reproduced"),
+        "`anabranch generate --show-drafts` with `draft_model`",
+    ),
+    Item(
+        *(LEVIATHAN, "table 1, figures 2 to 4", "the closed forms", "reproduced"),
+        "[theory](theory.md#closed-forms)",
+    ),
+    Item(
+        *(LEVIATHAN, "table 2", "T5-XXL: alpha, gamma, speedup", "differs"),
+        "[two models of one family](#acceptance-rates-predicted-and-measured-speedup); T5's rows are "
+        "[predicted](theory.md#closed-forms)",
+    ),
+    Item(
+        *(LEVIATHAN, "table 3", "alpha of draft models, bigrams and unigrams", "differs"),
+        "[the same study](#acceptance-rates-predicted-and-measured-speedup), on one target",
+    ),
+    Item(
+        *(LEVIATHAN, "figure 5", "a trace over time", "inconclusive"),
+        "`--trace` has the times of every step ([traces](theory.md#traces)); it was not drawn",
+    ),
+    Item(
+        *(STAGED, "figure 1", "roofline of small batches", "inconclusive"),
+        "results have times over the machine's [floor](metrics.md#physics); the roofline was not drawn",
+    ),
+    Item(
+        *(STAGED, "tables 1 and 2, figure 2", "bandwidth, tokens/s and their spread", "differs"),
+        "[here](#staged-speculative-decoding): the draft has a third of the target's parameters, where theirs has a "
+        "nineteenth",
+    ),
+    Item(
+        *(STAGED, "figure 3", "the origin of each token", "reproduced"),
+        "`anabranch generate --show-drafts` colours each token by its source ([terminal](terminal.md#generate))",
+    ),
+)
