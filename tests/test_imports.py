@@ -34,7 +34,7 @@ ROOMS = (
     *("drafting", "methods", "adapters"),
     "control",
     "decoding",
-    *("prompts", "options", "loading"),
+    *("prompts", "structure", "options", "loading"),
     *("train", "analysis", "certify", "bench", "tune", "installation"),
     *("capabilities", "api", "integrations"),
     "serve",

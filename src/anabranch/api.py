@@ -286,6 +286,12 @@ class Model:
         lora=None         the name of a loaded LoRA (``load(loras=)``); None: the target as it is
         on_prompt=None    function (prompt tokens processed, prompt tokens in total), called after each chunk of 512
 
+        At most one of these says which texts there are (docs/structure.md); the text ends where it is one of them:
+
+        schema=None       write JSON of a JSON schema: a dictionary, its JSON, or a pydantic model
+        regex=None        write a text that matches a regular expression
+        grammar=None      write a text of a Lark grammar
+
         These change scores by the tokens so far, as the options of transformers' ``generate`` of the same names do (see
         docs/python.md): repetition_penalty, no_repeat_ngram_size, sequence_bias, logit_bias, bad_words_ids,
         suppress_tokens, begin_suppress_tokens, min_new_tokens, min_length, forced_bos_token_id, forced_eos_token_id,

@@ -24,6 +24,7 @@ __all__ = [
     "CALL",
     "DEFAULTS",
     "SCORES",
+    "STRUCTURES",
     "Biases",
     "ChatKeywords",
     "Ids",
@@ -39,6 +40,7 @@ __all__ = [
     "ids_of",
     "integer",
     "logit_biases",
+    "structure_of",
     "words",
 ]
 
@@ -223,6 +225,12 @@ finite = number("a finite number", math.isfinite)
 masses = number("greater than 0 and at most 1 (off)", lambda value: 0 < value <= 1)
 fractions = number("at least 0 (off) and less than 1", lambda value: 0 <= value < 1)
 functions = allowed("a list of functions", lambda value: isinstance(value, Sequence) and all(map(callable, value)))
+regex = allowed("a regular expression", lambda value: isinstance(value, str) and bool(value))
+lark = allowed("a grammar as text", lambda value: isinstance(value, str) and bool(value.strip()))
+schemas = allowed(
+    "a JSON schema: a dictionary, its JSON, or a pydantic model",
+    lambda value: isinstance(value, str | Mapping | bool) or hasattr(value, "model_json_schema"),
+)
 lora_name = allowed("the name of a loaded LoRA", lambda value: isinstance(value, str))
 
 
@@ -302,6 +310,12 @@ class Keywords(ScoreKeywords, total=False):
         Option("function (prompt tokens read, prompt tokens in total)", allowed("a function", callable)),
     ]
     lora: Annotated[str | None, Option("decode with this loaded LoRA", lora_name)]
+    schema: Annotated[
+        str | Mapping[str, Any] | bool | type | None,
+        Option("write JSON of this JSON schema, given as JSON or as a file of it", schemas, metavar="JSON|FILE"),
+    ]
+    regex: Annotated[str | None, Option("write a text that this regular expression matches", regex)]
+    grammar: Annotated[str | None, Option("write a text of the Lark grammar in this file", lark, metavar="FILE")]
 
 
 class ChatKeywords(Keywords, total=False):
@@ -322,6 +336,7 @@ def hints_of(kind: type[Any]) -> dict[str, Any]:
 
 CALL: dict[str, Option] = {name: get_args(hint)[1] for name, hint in hints_of(Keywords).items()}
 SCORES = tuple(hints_of(ScoreKeywords))
+STRUCTURES = ("schema", "regex", "grammar")
 DEFAULTS: Keywords = {name: option.default for name, option in CALL.items()}  # type: ignore[assignment]
 
 
@@ -333,3 +348,12 @@ def check(given: Mapping[str, Any]) -> None:
         option = CALL[name]
         if option.check is not None and not (value is None and option.default is None):
             option.check(name, value)
+    structure_of(given)
+
+
+def structure_of(given: Mapping[str, Any]) -> str | None:
+    """Which of ``STRUCTURES`` is given; None if none is. Raises InputError for two."""
+    names = [name for name in STRUCTURES if given.get(name) is not None]
+    if len(names) > 1:
+        raise InputError(f"{names[0]} and {names[1]} both say what the text may be; give one of them")
+    return names[0] if names else None

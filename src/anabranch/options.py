@@ -8,13 +8,16 @@ from typing import Any, cast
 
 from anabranch.declared import CALL, DEFAULTS, SCORES, ChatKeywords, Keywords, ScoreKeywords, check, ids_of
 from anabranch.decoding.engine import Request
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Spec, parse_spec
 from anabranch.model.generation_config import GenerationDefaults
 from anabranch.model.load import Target
 from anabranch.model.text import ChatTemplate, template_reads
 from anabranch.processors import first_penalty, score_processors
-from anabranch.sampling import SamplingParams
+from anabranch.sampling import Constraint, SamplingParams
+from anabranch.structure.grammar import compiled, source_of
+from anabranch.structure.matcher import GrammarConstraint
+from anabranch.structure.vocabulary import Vocabulary
 
 __all__ = ["NEW_TOKENS", "Options", "chat_options", "requests", "sampling_params"]
 
@@ -74,6 +77,12 @@ class Options:
                 f"n={values['n']} samples are all the same at temperature 0; give a temperature, or leave n out"
             )
         self.values = values
+        self.structure = source_of(values)
+        if self.structure is not None and values["ignore_eos"]:
+            raise InputError(
+                f"ignore_eos goes on after the end of a text, and {self.structure.kind} says where it ends; leave one "
+                "of them out"
+            )
         self.drafter: str | Spec | None = values["drafter"]  # type: ignore[assignment]
         if self.drafter is not None:
             parse_spec(self.drafter)
@@ -117,6 +126,7 @@ class Options:
             repetition_penalty=first_penalty(scores),
             processors=(*own, *values["processors"]),
             seed=self.seeds(1)[0][0] if seed is None else seed,
+            constraint=self._constraint(target, len(prompt_ids), ends),
         )
         return Request(
             *(prompt_ids, new, sampling, ends, values["rule"], values["log_probs"]),
@@ -124,6 +134,17 @@ class Options:
             lora=values["lora"],
             top_log_probs=int(values["top_log_probs"]),
         )
+
+    def _constraint(self, target: Target, start: int, ends: frozenset[int]) -> Constraint | None:
+        """The constraint of a text after ``start`` tokens. Raises InputError or CapabilityError."""
+        if self.structure is None:
+            return None
+        if target.tokenizer is None or not target.config.eos_token_ids:
+            lacking = "a tokenizer" if target.tokenizer is None else "an end token"
+            raise CapabilityError(f"{self.structure.kind} needs a model with {lacking}, and this one has none")
+        size = target.config.vocab_size
+        vocabulary = Vocabulary.of(target.tokenizer, size, target.config.eos_token_ids)
+        return GrammarConstraint(compiled(self.structure, vocabulary), start, ends)
 
     def _scores(self, defaults: GenerationDefaults) -> ScoreKeywords:
         """The options that change scores, of the call or else of the model."""

@@ -1,6 +1,7 @@
 """Sampling. ``target_probs`` alone defines the next-token distribution, for verification and drafters alike.
 
-The order is Hugging Face's: repetition penalty and processors, temperature, top-k, top-p, min-p. Tokens that tie
+The order is Hugging Face's: repetition penalty and processors, temperature, top-k, top-p, min-p. A constraint (a
+grammar) comes after the processors, so that cuts and noise are among the tokens that it allows. Tokens that tie
 with the last one kept by top-k or top-p are kept too, so the distribution does not depend on how a sort breaks ties.
 
 Random draws depend only on the seed, the position of the sampled token and the candidate token:
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from anabranch.declared import CALL, LogitsProcessor, integer
 from anabranch.errors import InputError
 
 __all__ = [
+    "Constraint",
     "LogitsProcessor",
     "SamplingParams",
     "argmax",
@@ -54,6 +57,23 @@ GOLDEN, MASK = 0x9E3779B9, 2**32 - 1
 HALF, SHIFTS = np.uint64(MASK), (np.uint64(0), np.uint64(32))
 
 
+class Constraint(Protocol):
+    """The tokens that may follow a text: a function of the text alone, so draft trees change nothing.
+
+    All methods take all tokens up to and including a node, and raise InputError where they find that no token may
+    follow.
+    """
+
+    def allowed(self, tokens: Sequence[int], vocabulary: int) -> NDArray[np.bool_]:
+        """Whether each token of the vocabulary [V] may follow."""
+
+    def allows(self, tokens: Sequence[int], token: int) -> bool:
+        """``allowed(tokens)[token]``, without the rest of the vocabulary."""
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens that probably follow, since no other text may; empty where there is a choice."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The parameters that turn logits into the next-token distribution; the defaults are greedy decoding.
@@ -65,6 +85,7 @@ class SamplingParams:
     repetition_penalty  divide positive and multiply negative logits of tokens seen before (CTRL); 1 is off
     seed                any integer, taken modulo 2^64
     processors          applied in order after the penalty, to one node at a time with its own history
+    constraint          forbids all tokens but those that it allows, after the processors; None: none
 
     Raises InputError for a value that is out of range or of the wrong type.
     """
@@ -76,11 +97,18 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int = 0
     processors: tuple[LogitsProcessor, ...] = ()
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if (check := integer if name == "seed" else CALL[name].check) is not None:
+            option = None if name == "constraint" else CALL[name]
+            if option is not None and (check := integer if name == "seed" else option.check) is not None:
                 check(name, value)
+
+    @property
+    def unconstrained(self) -> SamplingParams:
+        """These parameters without a constraint, as drafters see them."""
+        return self if self.constraint is None else replace(self, constraint=None)
 
     @property
     def greedy(self) -> bool:
@@ -90,7 +118,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Return whether the distribution at a node depends on earlier tokens other than through the logits."""
-        return self.repetition_penalty != 1 or bool(self.processors)
+        return self.repetition_penalty != 1 or bool(self.processors) or self.constraint is not None
 
     @property
     def whole(self) -> bool:
@@ -157,7 +185,7 @@ def target_tokens(
     if params.greedy:  # the argmax needs no noise
         return argmax(process_logits(logits_NV, params, histories) if params.needs_history else logits_NV)
     logits_NV = process_logits(logits_NV, params, histories)
-    if params.cut and logits_NV.device.type == "cpu":
+    if (params.cut or params.constraint is not None) and logits_NV.device.type == "cpu":
         return _sampled_of_few(logits_NV, keys_N)
     distinct_K, which_N = np.unique(keys_N, return_inverse=True)
     noise_KV = gumbels(distinct_K, torch.arange(logits_NV.shape[-1], device=logits_NV.device))
@@ -267,7 +295,7 @@ def top_log_probs(logits_NV: Tensor, most: int) -> list[dict[int, float]]:
 
 def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequence[Sequence[int]] | None) -> Tensor:
     if histories is None or len(histories) != len(logits_NV):
-        raise InputError("repetition_penalty and logits processors need the tokens before each row; pass histories")
+        raise InputError("penalties, processors and constraints need the tokens before each row; pass histories")
     rows = []
     for logits_V, history in zip(logits_NV, histories, strict=True):
         if params.repetition_penalty != 1:
@@ -283,10 +311,22 @@ def _apply_history(logits_NV: Tensor, params: SamplingParams, histories: Sequenc
                 raise InputError(
                     f"a logits processor must return logits of shape {tuple(before)}, got {tuple(logits_V.shape)}"
                 )
+        if params.constraint is not None:
+            allowed_V = torch.from_numpy(params.constraint.allowed(history, len(logits_V)))
+            logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), -math.inf)
         if params.processors and not bool((logits_V > -math.inf).any()):
-            raise InputError("the options or logits processors forbid every token; leave at least one logit above -inf")
+            raise InputError(_forbidden(params))
         rows.append(logits_V.float())
     return torch.stack(rows)
+
+
+def _forbidden(params: SamplingParams) -> str:
+    if params.constraint is not None:
+        return (
+            "the options or logits processors forbid every token that the schema, regex or grammar allows; leave one "
+            "of them a logit above -inf"
+        )
+    return "the options or logits processors forbid every token; leave at least one logit above -inf"
 
 
 def penalised(logits_V: Tensor, tokens: Sequence[int], penalty: float) -> Tensor:

@@ -14,8 +14,8 @@ Legend: N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from anabranch.errors import CapabilityError
 from anabranch.sampling import inverse_cdf
 from anabranch.tree import DraftTree
 
-__all__ = ["Rule", "Verdict", "match", "reject", "trials"]
+__all__ = ["Rule", "Verdict", "follow", "match", "reject", "trials"]
 
 TINY = float(np.finfo(np.float64).tiny)
 
@@ -73,13 +73,36 @@ def match(tree: DraftTree, tokens_N: Sequence[int] | NDArray[np.int64]) -> Verdi
     return Verdict(tuple(path), token)
 
 
-def reject(tree: DraftTree, probs_NV: Tensor, uniforms: np.random.Generator) -> Verdict:
+def follow(tree: DraftTree, token_at: Callable[[Sequence[int]], int]) -> Verdict:
+    """``match`` that asks for the target's own token only at the nodes that it reaches.
+
+    For tokens that take long to choose, such as those that depend on the whole text before them.
+
+    token_at  called with the path to each of these nodes, from the root on
+    """
+    path = [0]
+    while True:
+        token = token_at(path)
+        child = next((node for node in tree.children(path[-1]) if tree.tokens[node] == token), None)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
+
+
+class Rows(Protocol):
+    """The distribution [V] of each node, such as a tensor [N, V]."""
+
+    def __getitem__(self, node: int, /) -> Tensor:
+        """That of one node."""
+
+
+def reject(tree: DraftTree, probs_NV: Rows, uniforms: np.random.Generator) -> Verdict:
     """Accept or reject children one after another; sample the next token from the residual of the last node.
 
         9 (0) +-- 1 (1)     p = .2 .6 .2 .0     child 1: min(1, .6 / .8) = .75; accepted, and on to node 1
               +-- 0 (2)     q = .1 .8 .1 .0     else p becomes norm(.1 0 .1 0) = .5 0 .5 0; child 2: min(1, .5 / .1)
 
-    probs_NV  [N, V] from ``sampling.target_probs``; rows of nodes that are not reached are not read
+    probs_NV  [N, V] from ``sampling.target_probs``; rows of nodes that are not reached are not asked for
     uniforms  read once for each child tried and once for the next token. It must be independent of the drafts and new
               for each step (``sampling.generator``)
 

@@ -70,7 +70,7 @@ def test_shared_options_have_pythons_defaults() -> None:
     for name in ("dtype", "device", "quantize", "revision", "threads", "lora", "kv"):
         assert signature[name].default == getattr(LoadConfig(), name), name
     assert options.params(CertifyConfig().sampling) == SamplingParams()
-    assert {*options.SAMPLING} == {found.name for found in fields(SamplingParams)} - {"processors"}
+    assert {*options.SAMPLING} == {found.name for found in fields(SamplingParams)} - {"processors", "constraint"}
 
 
 def test_options_of_a_call_come_from_their_declarations() -> None:

@@ -44,6 +44,7 @@ __all__ = ["CONTROL", "DRAFTER", "TOKENS", "WRONG", "Design", "Finding", "Sampli
 
 DRAFTER, CONTROL, WRONG = "drafter", "control", "wrong rule"
 ARMS = (DRAFTER, CONTROL, WRONG)
+LEFT_OUT = ("processors", "constraint")  # parameters of sampling that are no JSON
 TOKENS = {"1": slice(0, 1), "1-2": slice(0, 2), "2-3": slice(1, 3)}  # of a sample that one test compares
 Verdict = Literal["lossless", "BUG", "inconclusive"]
 Samples = Counter[tuple[int, ...]]
@@ -157,7 +158,7 @@ class SamplingCertificate:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        sampling = {name: value for name, value in vars(self.sampling).items() if name != "processors"}
+        sampling = {name: value for name, value in vars(self.sampling).items() if name not in LEFT_OUT}
         return {
             "verdict": self.verdict,
             "reason": self.reason,

@@ -50,6 +50,7 @@ class GenerateConfig:
         default_factory=chosen(
             *("max_new_tokens", "min_new_tokens", *options.SAMPLING, "n"),
             *("rule", "stop", "stop_token_ids", "top_log_probs"),
+            *("schema", "regex", "grammar"),
             stop=(),
             seed=(0,),
         )
@@ -87,7 +88,8 @@ class GenerateConfig:
     def keywords(self) -> Keywords:
         """The options of a call for one sample."""
         stop = tuple(map(options.unescaped, self.call["stop"] or ()))
-        return {**self.call, "n": 1, "seed": self.seeds[0], "stop": stop or None}
+        structure = options.structure(self.call)
+        return {**self.call, **structure, "n": 1, "seed": self.seeds[0], "stop": stop or None}
 
 
 @configured

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from anabranch.cli import options, show
-from anabranch.declared import CALL, Keywords
+from anabranch.declared import CALL, STRUCTURES, Keywords
 from anabranch.errors import AnabranchError, FileError, InputError
 from anabranch.support.appended import append, records, repair
 from anabranch.support.files import check_writable
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OPTIONS", "run"]
 
-OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "drafter")
+OPTIONS = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "drafter"),
+    *STRUCTURES,
+)
 PROMPTS = ("prompt", "messages", "token_ids")
 ROWS = 8  # prompts decoded at the same time
 
@@ -76,6 +79,8 @@ def run(
 
     def stream(line: Line) -> Generator[Chunk, None, None]:
         own: Any = {**call, **{name: line.fields[name] for name in OPTIONS if name in line.fields}}
+        if any(line.fields.get(name) is not None for name in STRUCTURES):  # instead of the command's
+            own.update({name: line.fields.get(name) for name in STRUCTURES})
         return loaded.stream(_ids(loaded, line, raw=raw, system=system), **own)
 
     try:

@@ -19,6 +19,7 @@ from anabranch.cli.configured import chosen
 from anabranch.declared import Keywords
 from anabranch.errors import AnabranchWarning, InputError
 from anabranch.loading import LoadConfig, Loaded
+from anabranch.support.jsonfiles import read_whole
 
 if TYPE_CHECKING:
     from anabranch.bench.application import Application
@@ -45,6 +46,7 @@ __all__ = [
     "params",
     "sampling",
     "standard_input",
+    "structure",
     "unescaped",
 ]
 
@@ -220,6 +222,16 @@ def check_at_least(least: int, **values: int | None) -> None:
 
 _ESCAPE = re.compile(r"\\(?:([ntr\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+def structure(call: Keywords) -> Keywords:
+    """The options ``schema`` and ``grammar`` with the contents of the files that they name. Raises FileError."""
+    schema, grammar = call.get("schema"), call.get("grammar")
+    if isinstance(schema, str) and not schema.lstrip().startswith("{") and schema not in ("true", "false"):
+        schema = read_whole(Path(schema).expanduser())
+    if grammar is not None:
+        grammar = read_whole(Path(grammar).expanduser())
+    return {"schema": schema, "grammar": grammar}
 
 
 def unescaped(text: str) -> str:

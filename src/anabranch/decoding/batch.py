@@ -56,6 +56,7 @@ class Member:
     """A row of the batch with its request and drafter.
 
     limit  the length at which its text ends
+    greedy  its tokens follow from the most probable ones, which its constraint may correct (``Scores``)
     rides  whether the pass of its first step may read the end of its prompt
     ready  whether it takes part in steps
     """
@@ -63,10 +64,11 @@ class Member:
     def __init__(self, request: Request, drafter: Drafter, limit: int, *, rides: bool = False) -> None:
         self.request, self.drafter, self.limit, self.rides = request, drafter, limit, rides
         self.ready = False
-        self.row = Row([int(t) for t in request.prompt_ids], len(request.prompt_ids), request.sampling, request.rule)
+        prompt = [int(t) for t in request.prompt_ids]
+        self.row = Row(prompt, len(prompt), request.sampling.unconstrained, request.rule)
         self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
-        sampling = request.sampling
+        sampling, self.constraint = request.sampling.unconstrained, request.sampling.constraint
         self.greedy = (
             sampling.greedy and not sampling.needs_history and not (request.log_probs or request.top_log_probs)
         )
@@ -297,7 +299,7 @@ class Batch:
                     f"rows of the drafter {drafter.name!r} ride in the target's pass, which takes no LoRA per request; "
                     "use another drafter or placement, or merge the LoRA (lora=)"
                 )
-        drafter.check(request.sampling, request.rule)
+        drafter.check(request.sampling.unconstrained, request.rule)
 
     def _bare(self, member: Member) -> int:
         """Return how many of a row's first tokens are read without rows of the target's own."""

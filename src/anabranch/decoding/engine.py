@@ -31,7 +31,7 @@ from anabranch.errors import NumericsError
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import DeviceTrees, Inputs
-from anabranch.model.passes import PassResult
+from anabranch.model.passes import Need, PassResult
 from anabranch.model.reads import weight_bytes
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
@@ -300,6 +300,8 @@ class Engine(Batch):
             return None
         if any(member.drafter is not drafter or not member.greedy or member.unread for member in members):
             return None
+        if any(member.constraint is not None for member in members):
+            return None
         rows = [member.row for member in members]
         return drafter.draft_on_device(rows, self._plans[drafter].nodes, self.cache.lengths[: len(rows)])
 
@@ -345,7 +347,8 @@ class Engine(Batch):
         if probes:
             assert not isinstance(trees, DeviceTrees)
             trees = [tree.beside(probe) for tree, probe in zip(trees, probes, strict=True)]
-        greedy = all(member.greedy for member in members)
+        constrained = any(member.constraint is not None for member in members)
+        need: Need = "tokens" if probes or any(prompts) or constrained else "paths"
         # not through ``Module.__call__``, which first looks for hooks
         return self.target.forward(
             trees if isinstance(trees, DeviceTrees) else Inputs.of_trees(trees, prompts),
@@ -353,7 +356,7 @@ class Engine(Batch):
             slots=slice(0, len(members)),
             taps=sorted(taps),
             rider=self.rider_of(members[0].drafter),
-            need="hidden" if not greedy else "tokens" if probes or any(prompts) else "paths",
+            need=need if all(member.greedy for member in members) else "hidden",
             loras=[member.request.lora for member in members],
         )
 

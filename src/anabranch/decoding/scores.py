@@ -1,6 +1,9 @@
 """The target's tokens or logits at the nodes of each row's tree, and the path of the tree that it accepts.
 
-Rows that take the most probable token need no logits, and do not pay for those of others.
+Rows that take the most probable token need no logits, and do not pay for those of others. The most probable token of
+all is also that of the tokens that a constraint allows, if it is one of them; only where it is not, logits are needed,
+of that node. Penalties, processors and constraints depend on the text before a node, and are computed only for nodes
+that verification reaches.
 
 Legend: M nodes of all rows, N nodes of one row, D hidden size, V vocabulary.
 """
@@ -17,9 +20,17 @@ from torch import Tensor
 from anabranch.decoding.batch import Member
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
-from anabranch.sampling import argmax, generator, log_probs, position_keys, target_probs, top_log_probs
+from anabranch.sampling import (
+    argmax,
+    generator,
+    log_probs,
+    position_keys,
+    process_logits,
+    target_probs,
+    top_log_probs,
+)
 from anabranch.tree import DraftTree
-from anabranch.verify import Verdict, match, reject
+from anabranch.verify import Verdict, follow, match, reject
 
 __all__ = ["Scores"]
 
@@ -33,7 +44,7 @@ class Scores:
     """
 
     def __init__(self, target: Decoder, members: Sequence[Member], result: PassResult) -> None:
-        self.target, self.members = target, members
+        self.target, self.members, self.result = target, members, result
         self.found = result.verdicts
         self.tokens: dict[int, NDArray[np.int64]] = {}
         self.logits: dict[int, Tensor] = {}
@@ -60,19 +71,41 @@ class Scores:
         """
         if self.found is not None:
             return self.found[b]
+        member = self.members[b]
+        sampling, text = member.request.sampling, member.row.tokens
         if b in self.tokens:
-            return match(tree, self.tokens[b][: tree.size])
-        request, text, logits_NV = self.members[b].request, self.members[b].row.tokens, self.logits[b][: tree.size]
-        sampling, histories = request.sampling, None
+            if sampling.constraint is None:
+                return match(tree, self.tokens[b][: tree.size])
+            return follow(tree, lambda path: self._corrected(b, path[-1], _history(text, tree, path)))
+        logits_NV = self.logits[b][: tree.size]
+        if member.request.rule == "rejection":
+            return reject(tree, _Distributions(logits_NV, tree, member), generator(sampling.seed, len(text)))
         if sampling.needs_history:
-            histories = [[*text[:-1], *(int(tree.tokens[i]) for i in tree.path_to(node))] for node in range(tree.size)]
-        if request.rule == "rejection":
-            probs = target_probs(logits_NV, sampling, histories)
-            return reject(tree, probs, generator(sampling.seed, len(text)))
-        if sampling.greedy and not sampling.needs_history:
+            return follow(tree, lambda path: self._drawn(b, path, _history(text, tree, path)))
+        if sampling.greedy:
             return match(tree, argmax(logits_NV).cpu().numpy())
         keys = position_keys(sampling.seed, len(text) + tree.depths)
-        return match(tree, self.target.draw(logits_NV, sampling, keys, histories).cpu().numpy())
+        return match(tree, self.target.draw(logits_NV, sampling, keys).cpu().numpy())
+
+    def _corrected(self, b: int, node: int, history: Sequence[int]) -> int:
+        """The greedy token at a node of a row with a constraint: the most probable one that is allowed."""
+        token, sampling = int(self.tokens[b][node]), self.members[b].request.sampling
+        assert sampling.constraint is not None
+        if token < 0 or sampling.constraint.allows(history, token):
+            return token
+        hidden_1D = self.result.hidden_MD[self.result.nodes(b)][node : node + 1]
+        return int(argmax(process_logits(self.target.logits(hidden_1D), sampling, [history])))
+
+    def _drawn(self, b: int, path: Sequence[int], history: Sequence[int]) -> int:
+        """The target's own token after a path of a row's tree, where it depends on the tokens before it."""
+        sampling, node = self.members[b].request.sampling, path[-1]
+        keys = position_keys(sampling.seed, [len(self.members[b].row.tokens) + len(path) - 1])
+        logits_1V = self.logits[b][node : node + 1]
+        if sampling.constraint is not None and sampling.unconstrained.whole:  # as in ``_corrected``, with noise
+            token = int(self.target.draw(logits_1V, sampling.unconstrained, keys))
+            if token < 0 or sampling.constraint.allows(history, token):
+                return token
+        return int(self.target.draw(logits_1V, sampling, keys, [history]))
 
     def probed(self, b: int, behind: int, probe: DraftTree) -> NDArray[np.int64]:
         """The target's own tokens after row ``b``'s probe, which follows ``behind`` other nodes.
@@ -100,6 +133,25 @@ class Scores:
         """The ``most`` largest raw log probabilities by token id, at each of ``count`` emitted tokens of row ``b``."""
         nodes = torch.tensor(verdict.path[:count], device=self.logits[b].device)
         return tuple(top_log_probs(self.logits[b][nodes], most))
+
+
+class _Distributions:
+    """The target's distribution at the nodes of a row's tree, computed when it is asked for."""
+
+    def __init__(self, logits_NV: Tensor, tree: DraftTree, member: Member) -> None:
+        self.logits_NV, self.tree, self.member = logits_NV, tree, member
+
+    def __getitem__(self, node: int, /) -> Tensor:
+        sampling, logits_1V = self.member.request.sampling, self.logits_NV[node : node + 1]
+        if not sampling.needs_history:
+            return target_probs(logits_1V, sampling)[0]
+        history = _history(self.member.row.tokens, self.tree, self.tree.path_to(node))
+        return target_probs(logits_1V, sampling, [history])[0]
+
+
+def _history(text: Sequence[int], tree: DraftTree, path: Sequence[int]) -> list[int]:
+    """All tokens up to and including the last node of a path."""
+    return [*text, *(int(tree.tokens[node]) for node in path[1:])]
 
 
 def _gathered(result: PassResult, rows: Sequence[int]) -> tuple[Tensor, list[slice]]:

@@ -27,6 +27,7 @@ __all__ = [
     "template_reads",
     "time_limit",
     "token_bytes",
+    "tokens_bytes",
 ]
 
 TEMPLATE_SECONDS = 10.0
@@ -115,17 +116,28 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
     These are the bytes in which transformers' ``StopStringCriteria`` looks for stop strings.
     """
-    name = tokenizer.convert_ids_to_tokens(token)
-    if name is None:
-        return b""
-    kind = _decoder_kind(tokenizer)
-    if kind == "ByteFallback" and (byte := BYTE.fullmatch(name)):
-        return bytes([int(byte[1], 16)])
-    if kind == "ByteLevel" and all(letter in _letters() for letter in name):
-        return bytes(_letters()[letter] for letter in name)
-    base = tokenizer.convert_ids_to_tokens(tokenizer.encode(BASE, add_special_tokens=False))
-    before, both = (str(tokenizer.convert_tokens_to_string(names)) for names in (base, [*base, name]))
-    return both[len(before) :].encode("utf-8", "replace")
+    return tokens_bytes(tokenizer, [token])[0]
+
+
+def tokens_bytes(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
+    """``token_bytes`` of several tokens."""
+    names = [tokenizer.convert_ids_to_tokens(int(token)) for token in tokens]
+    kind, before = _decoder_kind(tokenizer), ""
+    base, found = list[str](), list[bytes]()
+    for name in names:
+        if name is None:
+            found.append(b"")
+        elif kind == "ByteFallback" and (byte := BYTE.fullmatch(name)):
+            found.append(bytes([int(byte[1], 16)]))
+        elif kind == "ByteLevel" and all(letter in _letters() for letter in name):
+            found.append(bytes(_letters()[letter] for letter in name))
+        else:
+            if not base:
+                base = tokenizer.convert_ids_to_tokens(tokenizer.encode(BASE, add_special_tokens=False))
+                before = str(tokenizer.convert_tokens_to_string(base))
+            both = str(tokenizer.convert_tokens_to_string([*base, name]))
+            found.append(both[len(before) :].encode("utf-8", "replace"))
+    return found
 
 
 def _decoder_kind(tokenizer: Any) -> str:

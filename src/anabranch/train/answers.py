@@ -153,8 +153,8 @@ def check_out(out: Path, prompts: Path) -> None:
 
 def answer_settings(target: Target, max_new_tokens: int, sampling: SamplingParams) -> dict[str, Any]:
     """The content of the settings file of completions."""
-    described = asdict(replace(sampling, processors=()))
-    described.pop("processors")
+    described = asdict(replace(sampling, processors=(), constraint=None))
+    del described["processors"], described["constraint"]
     return {"fingerprint": target.fingerprint, "max_new_tokens": max_new_tokens, **described}
 
 

@@ -1,0 +1,129 @@
+"""Structured output: texts follow their schema, regular expression or grammar, and are those of plain decoding."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import BaseModel
+
+from anabranch.api import Model, load
+from anabranch.errors import CapabilityError, InputError
+from toy_text import ToyFolders, toy_model
+from verbs import Anabranch
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["the", "a"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+DATE = r"(19|20)[0-9]{2}-[01][0-9]"
+SUMS = """
+start: term ("+" term)* ";"
+term: /[0-9]{1,2}/ | "(" start ")"
+"""
+DRAFTERS = ("streams", "streams:tree=chain", "prompt_lookup", "suffix", "lookahead", "auto", "streams:tree=8+suffix")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with toy_model() as loaded:
+        yield loaded
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_json_follows_its_schema(model: Model) -> None:
+    for seed in range(4):
+        made = model.generate("the", schema=PERSON, temperature=1.0, seed=seed, max_new_tokens=90)
+        if made.finish_reason == "stop":
+            jsonschema.validate(json.loads(made.text), PERSON)
+            assert made.token_ids[-1] in model.target.config.eos_token_ids
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "given", [{"schema": PERSON}, {"regex": DATE}, {"grammar": SUMS}], ids=lambda each: next(iter(each))
+)
+def test_speculation_writes_what_plain_decoding_writes(model: Model, drafter: str, given: dict[str, Any]) -> None:
+    for more in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 20, "seed": 1}):
+        call = {**given, **more, "max_new_tokens": 40}
+        plain = model.generate("the the", drafter="none", **call)
+        drafted = model.generate("the the", drafter=drafter, **call)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.finish_reason == plain.finish_reason
+        assert plain.finish_reason == "length" or not given.get("regex") or re.fullmatch(DATE, plain.text)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"regex": r"a[^\s\S]b"}, r"the regex a\[\^\\s\\S\]b matches no text"),
+        ({"regex": "["}, r"the regex \[ is not supported: unclosed character class$"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"schema": {"type": "strnig"}}, "Invalid type: strnig"),
+        ({"schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+        ({"schema": {"type": "string", "format": "x"}}, "Unknown format: x"),
+        ({"schema": {"enum": []}}, "Unsatisfiable"),
+        ({"schema": "{"}, "the schema is not JSON"),
+        ({"schema": "[]"}, "object or true"),
+        ({"schema": 3}, "schema must be a JSON schema"),
+        ({"schema": {"a": {1, 2}}}, "cannot be written as JSON"),
+        ({"grammar": "start: x"}, "the grammar start: x is not supported"),
+        ({"grammar": "start: /[0-9]/ b\nb: /[^\\s\\S]/"}, "allows no token after 1 new ones"),
+        ({"schema": {}, "regex": "a"}, "schema and regex both"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos goes on"),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_refusals_are_one_sentence(model: Model, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence) as caught:
+        model.generate("the", max_new_tokens=8, **given)
+    assert "\n" not in str(caught.value)
+    assert model.generate("the", max_new_tokens=2).token_ids  # nobody else suffers
+
+
+def test_pydantic_models_and_json_are_schemas(model: Model) -> None:
+    given: tuple[Any, ...] = (Person, Person.model_json_schema(), json.dumps(Person.model_json_schema()))
+    texts = {model.generate("the", schema=each, max_new_tokens=30).text for each in given}
+    assert len(texts) == 1
+    assert texts.pop().startswith('{"name": "')
+
+
+def test_without_llguidance_one_sentence_says_what_to_install(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(CapabilityError, match=r"pip install 'anabranch\[structure\]'"):
+        model.generate("the", regex="a")
+
+
+def test_the_command_line(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
+    grammar, schema = tmp_path / "sums.lark", tmp_path / "person.json"
+    grammar.write_text(SUMS)
+    schema.write_text(json.dumps(PERSON))
+    where = ("--model", str(toys.model), "--adapter", str(toys.adapter))
+    base = ("generate", "the", "--raw", *where, "--max-new-tokens", "12", "--json")
+    with load(toys.model, adapter=toys.adapter) as loaded:
+        for options, given in (
+            (("--schema", str(schema)), {"schema": PERSON}),
+            (("--schema", json.dumps(PERSON)), {"schema": PERSON}),
+            (("--regex", DATE), {"regex": DATE}),
+            (("--grammar", str(grammar)), {"grammar": SUMS}),
+        ):
+            wanted = loaded.generate("the", max_new_tokens=12, **given).token_ids
+            assert json.loads(anabranch(*base, *options).out)["token_ids"] == wanted
+    refused = anabranch(*base, "--regex", "a", "--schema", "{}")
+    assert (refused.code, "schema and regex both" in refused.out) == (1, True)
