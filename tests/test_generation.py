@@ -91,7 +91,7 @@ def test_statistics_of_an_oracle(model: Model) -> None:
 
 
 def test_on_prompt_reports_progress(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.decoding.scheduler.CHUNK", 4)
+    monkeypatch.setattr("anabranch.decoding.ticks.CHUNK", 4)
     seen: list[tuple[int, int]] = []
     model.generate(list(range(1, 12)), max_new_tokens=1, on_prompt=lambda *at: seen.append(at))
     assert seen == [(4, 10), (8, 10), (10, 10)]
@@ -130,7 +130,7 @@ def test_a_stream_that_never_started_holds_up_nobody(model: Model) -> None:
 
 def test_the_clock_stops_while_nobody_listens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100_000))
-    monkeypatch.setattr("anabranch.decoding.scheduler.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("anabranch.decoding.ticks.time.perf_counter", lambda: float(next(clock)))
     chunks = []
     scheduler = Scheduler(model.target.decoder)
     for chunk in generation.stream(scheduler, Request([1, 2, 3], 4), Oracle([]), model.tokenizer):

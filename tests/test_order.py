@@ -1,20 +1,17 @@
-"""Whose prompt is read next, who gets the next row, and what a server needs of the scheduler."""
+"""Whose prompt is read next, and who gets the next row."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from torch import Tensor
 
 from anabranch.decoding import ticks
 from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Request
 from anabranch.decoding.order import OLDEST, Order
 from anabranch.decoding.scheduler import Scheduler, Ticket
-from anabranch.errors import InputError, OverloadedError
 from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.decoder import Decoder
@@ -200,102 +197,3 @@ def test_a_key_that_was_away_saved_nothing_up() -> None:
     assert order.choose(tickets, lambda _: 1) is tickets[1]
     order.arrived("c", [])
     assert order._served == {"c": 0}, "nobody is owed anything where nobody waits"
-
-
-def test_a_full_queue_refuses_requests() -> None:
-    scheduler = Scheduler(small(), rows=1, queue=2)
-    tickets = [scheduler.submit(request(4, 1, 8), PLAIN)]
-    scheduler.tick()
-    tickets += [scheduler.submit(request(4, n, 2), PLAIN) for n in range(2)]
-    with pytest.raises(OverloadedError, match="2 requests are waiting already; try again later"):
-        scheduler.submit(request(4, 1, 2), PLAIN)
-    finish(scheduler)
-    assert all(ticket.emitted for ticket in tickets)
-    assert scheduler.submit(request(4, 1, 2), PLAIN)
-
-
-# -- a thread that serves ---------------------------------------------------------------------------------------
-class Serving:
-    """A thread that runs the ticks, as a server has one."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self._until = scheduler, threading.Event()
-        self._thread = threading.Thread(target=scheduler.serve, args=(self._until,))
-
-    def __enter__(self) -> Serving:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._until.set()
-        self.scheduler.wake()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-
-class Listener:
-    """Collects the tokens of a request as they are reported."""
-
-    def __init__(self, scheduler: Scheduler, asked: Request) -> None:
-        self.event = threading.Event()
-        self.scheduler, self.tokens = scheduler, list[int]()
-        self.ticket = scheduler.submit(asked, PLAIN, on_event=self.event.set)
-
-    def all(self) -> list[int]:
-        while not self.ticket.done or self.ticket.steps:
-            assert self.event.wait(60)
-            self.event.clear()
-            self.tokens += [token for step in self.scheduler.ready(self.ticket) for token in step.tokens]
-        return self.tokens
-
-
-def test_a_thread_serves_requests_of_others() -> None:
-    target = small()
-    scheduler = Scheduler(target)
-    asked = [request(5 + n, n, 10) for n in range(4)]
-    with Serving(scheduler):
-        listeners = [Listener(scheduler, each) for each in asked]
-        assert [each.all() for each in listeners] == decode(target, asked)[0]
-        again = Listener(scheduler, asked[0])  # after it was idle
-        direct = scheduler.submit(asked[1], PLAIN)  # and beside a caller that waits by itself
-        assert [token for step in scheduler.steps(direct) for token in step.tokens] == listeners[1].tokens
-        assert again.all() == listeners[0].tokens
-
-
-def test_errors_and_closing_are_reported() -> None:
-    def fails(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        raise RuntimeError("of the user")
-
-    scheduler = Scheduler(small())
-    with Serving(scheduler):
-        broken = Listener(scheduler, request(4, 1, 5, sampling=SamplingParams(processors=(fails,))))
-        with pytest.raises(RuntimeError, match="of the user"):
-            broken.all()
-        endless = Listener(scheduler, request(4, 1, 90))
-        assert endless.event.wait(60)
-        scheduler.close()
-        with pytest.raises(InputError, match="closed"):
-            endless.all()
-
-
-def test_requests_of_a_server_stay_with_it_while_a_users_function_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other calls go to the second scheduler then, which nobody would run for a server's."""
-    target = small()
-    scheduler = Scheduler(target)
-    begun, go = threading.Event(), threading.Event()
-
-    def hold(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        begun.set()
-        assert go.wait(60)
-        return logits
-
-    with Serving(scheduler):
-        slow = Listener(scheduler, request(4, 1, 2, sampling=SamplingParams(processors=(hold,))))
-        assert begun.wait(60)
-        waiting = Listener(scheduler, request(6, 2, 5))
-        direct = scheduler.submit(request(6, 3, 5), PLAIN)
-        assert len([token for step in scheduler.steps(direct) for token in step.tokens]) == 5
-        assert waiting.ticket.host is scheduler
-        go.set()
-        assert len(slow.all()) == 2
-        assert waiting.all() == decode(target, [waiting.ticket.request])[0][0]

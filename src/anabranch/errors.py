@@ -8,7 +8,6 @@
     +-- ModelError        an unsupported model family or weight layout
     +-- FetchError        a failed download
     +-- DeviceError       a device that is missing or out of memory
-    +-- OverloadedError   more requests are waiting than may wait
     +-- NumericsError     logits that are not finite: weights or activations overflow
 
 Programming mistakes inside the package stay ``AssertionError``; nothing is caught to hide them.
@@ -36,7 +35,6 @@ __all__ = [
     "ModelWarning",
     "NumericsError",
     "OutOfMemoryError",
-    "OverloadedError",
     "PerformanceWarning",
     "TrainingWarning",
     "one_line",
@@ -77,10 +75,6 @@ class DeviceError(AnabranchError):
 
 class OutOfMemoryError(DeviceError):
     """Memory that does not suffice; the message says how much is needed and how much is free."""
-
-
-class OverloadedError(AnabranchError):
-    """More requests are waiting than may wait."""
 
 
 class NumericsError(AnabranchError):

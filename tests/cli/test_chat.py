@@ -236,12 +236,12 @@ def test_ctrl_c_keeps_what_was_said(talk: Conversation, monkeypatch: pytest.Monk
 def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
     talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("anabranch.decoding.scheduler.CHUNK", 2)
+    monkeypatch.setattr("anabranch.decoding.ticks.CHUNK", 2)
     honest = Engine.read
 
-    def pressed(self: Engine, chunk: int) -> bool:
+    def pressed(self: Engine, key: int, tokens: int) -> int:
         signal.raise_signal(signal.SIGINT)
-        return honest(self, chunk)
+        return honest(self, key, tokens)
 
     with monkeypatch.context() as patched:
         patched.setattr(Engine, "read", pressed)

@@ -1,7 +1,6 @@
 """Who decodes when: one scheduler above one engine, for every caller of a model (``Ticks``).
 
-Safe for threads: any thread may submit, cancel and wait, and whoever waits runs the ticks for all. A server has a
-thread that runs them (``serve``), and its requests report what happens to them (``Ticket.on_event``).
+Safe for threads: any thread may submit, cancel and wait, and whoever waits runs the ticks for all.
 
 A tick calls users' functions, logits processors and ``on_prompt``, and these may call the model again, or wait for a
 thread that does. Such calls are served by a second scheduler, in plain decoding: the first one is in the middle of a
@@ -11,16 +10,16 @@ step. While a user's function runs, its thread lends its ``Turn`` to run passes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from anabranch.control.controller import Controller
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.ticket import Ticket, lending
-from anabranch.decoding.ticks import Ticks, report
+from anabranch.decoding.ticks import Ticks
 from anabranch.decoding.turn import Turn
 from anabranch.drafting.drafter import Drafter
-from anabranch.errors import InputError, OutOfMemoryError, OverloadedError
+from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import HEADROOM, MIN_CAPACITY, SMALL, room_for
 from anabranch.model.decoder import Decoder
@@ -40,9 +39,7 @@ DEPTH = 8  # schedulers above one target: calls within users' functions within c
 class Scheduler(Ticks):
     """Decodes the requests of all threads together, up to ``rows`` at a time.
 
-    queue  the most requests that may wait; None: any number
-
-    The other arguments are those of ``Ticks``.
+    The arguments are those of ``Ticks``.
     """
 
     def __init__(
@@ -52,10 +49,8 @@ class Scheduler(Ticks):
         rows: int = ROWS,
         controller: Controller | None = None,
         prefix_bytes: int | None = None,
-        queue: int | None = None,
     ) -> None:
         super().__init__(target, rows=rows, controller=controller, prefix_bytes=prefix_bytes)
-        self.queue = queue
         self._ticker: int | None = None  # the thread that runs a tick
         self._calls = 0  # of users' functions so far
         self._calling = False  # whether the tick waits for one
@@ -93,14 +88,11 @@ class Scheduler(Ticks):
         checked: bool = False,
         key: str = "",
         priority: int = 0,
-        on_event: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Queue a request. Raises OverloadedError, and what ``check`` raises unless ``checked``: it was called before.
+        """Queue a request. Raises what ``check`` raises, unless that was called before (``checked``).
 
-        key       whose request it is: keys are served alike
+        key       whose request it is: keys are served alike (``Order``)
         priority  requests of a higher one come first
-        on_event  called without arguments by the thread that ticks, once ``ready`` has steps or the request has ended;
-                  returns soon
         """
         if not checked:
             self.check(request, drafter)
@@ -109,13 +101,10 @@ class Scheduler(Ticks):
                 raise InputError("this model is closed; load it again")
             second = self._second_here() if self._ticker == threading.get_ident() else None
             if second is None:
-                if self.queue is not None and len(self._waiting) >= self.queue:
-                    raise OverloadedError(f"{len(self._waiting)} requests are waiting already; try again later")
                 self._order.arrived(key, (each.key for each in (*self._waiting, *self._running.values())))
-                ticket = Ticket(request, drafter, self, key, priority, on_event)
+                ticket = Ticket(request, drafter, self, key, priority)
                 ticket.request = lending(ticket)
                 self._waiting.append(ticket)
-                self._ticked.notify_all()
                 return ticket
         return second.submit(request, NoDrafter(), checked=True)
 
@@ -192,22 +181,6 @@ class Scheduler(Ticks):
             if within or (not self._ticked.wait(PATIENCE) and self._calling and self._calls == calls):
                 self._hand_over()
 
-    def serve(self, until: threading.Event) -> None:
-        """Run the ticks of all requests in this thread until ``until`` is set, and then ``wake`` called."""
-        while True:
-            with self._mutex:
-                while not until.is_set() and not self._closed and (self._ticker is not None or not self.busy):
-                    self._ticked.wait()
-                if until.is_set() or self._closed:
-                    return
-                self._ticker = threading.get_ident()
-            self._tick()
-
-    def wake(self) -> None:
-        """Let threads in ``serve`` see that they should return."""
-        with self._mutex:
-            self._ticked.notify_all()
-
     def tick(self) -> list[tuple[Ticket, Step]]:
         """Run one tick and return its steps; for a caller that submits and reads all requests itself."""
         assert self._ticker is None, "another thread is decoding; use steps"
@@ -247,16 +220,14 @@ class Scheduler(Ticks):
 
     def _hand_over(self) -> None:
         """Let the second scheduler serve all waiting requests; with the mutex held."""
-        moved = [ticket for ticket in self._waiting if ticket.on_event is None]  # nobody waits for the others
-        if not moved:
+        if not self._waiting:
             return
         second = self._second_here()
-        for ticket in moved:
+        for ticket in self._waiting:
             ticket.host, ticket.drafter = second, NoDrafter()
-            self._waiting.remove(ticket)
-        self._held = None
         with second._mutex:
-            second._waiting.extend(moved)
+            second._waiting.extend(self._waiting)
+        self._waiting.clear()
         self._ticked.notify_all()
 
     def reserve(self, drafter: Drafter, tokens: int) -> None:
@@ -275,9 +246,9 @@ class Scheduler(Ticks):
         finally:
             with self._mutex:
                 self._ticker = None
-                ended = self._shut() if self._closed else []
+                if self._closed:
+                    self._shut()
                 self._ticked.notify_all()
-            report(ended)
 
     def settle(self) -> None:
         """Free the cache if it is large and idle, except where captured graphs depend on it."""
@@ -298,18 +269,15 @@ class Scheduler(Ticks):
             self._closed = True
             if self._second is not None:
                 self._second.close()
-            ended = self._shut() if self._ticker is None else []
-            self._ticked.notify_all()
-        report(ended)
+            if self._ticker is None:
+                self._shut()
 
-    def _shut(self, why: str = CLOSED) -> list[Ticket]:
-        """End all requests, which are returned, and free everything; with the mutex held and nobody ticking."""
-        ended = [*self._waiting, *self._running.values()]
-        for ticket in ended:
+    def _shut(self, why: str = CLOSED) -> None:
+        """End all requests and free everything, with the mutex held and nobody ticking."""
+        for ticket in (*self._waiting, *self._running.values()):
             ticket.error = InputError(why)
             ticket.done = True
         self._waiting.clear()
         self._running.clear()
         self.prefixes.clear()
         self.engine = self._second = None
-        return ended

@@ -37,7 +37,6 @@ class Ticket:
 
     host             the scheduler that decodes it
     key, priority    who asks, and how urgent it is (``Order``)
-    on_event         called without arguments by the thread that ticks, once there are steps or the request has ended
     arrival          earlier requests have smaller numbers
     used             the drafter of its row: ``drafter``, or the one chosen when it joined
     seconds          spent in ticks while it had a row
@@ -53,7 +52,6 @@ class Ticket:
     host: Host
     key: str = ""
     priority: int = 0
-    on_event: Callable[[], None] | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
     used: Drafter | None = None
     row: int | None = None

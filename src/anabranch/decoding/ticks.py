@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -34,7 +34,7 @@ from anabranch.drafting.drafter import Drafter
 from anabranch.errors import OutOfMemoryError
 from anabranch.model.decoder import Decoder
 
-__all__ = ["Ticks", "report"]
+__all__ = ["Ticks"]
 
 SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode, where passes are not timed
 LEAST = 16  # tokens that a pass counts as at least: one over fewer takes as long
@@ -121,7 +121,6 @@ class Ticks:
                     del self._running[step.row]
             if not self.busy:
                 self._most = self.rows
-        report(ticket for ticket, _ in steps)
 
     def _sweep(self) -> None:
         """Let cancelled requests go. To be called by whoever ticks, or with the mutex held and nobody ticking."""
@@ -203,6 +202,7 @@ class Ticks:
             count = engine.read(row, tokens)
         except BaseException as error:
             del self._running[row]
+            engine.remove(row)  # unless it has left already
             if engine.at_fault is None and engine.active and _is_short(error):
                 self._most = engine.active
                 self._again([ticket])
@@ -365,7 +365,6 @@ class Ticks:
     def _end(self, ticket: Ticket, error: BaseException) -> None:
         with self._mutex:
             ticket.error, ticket.done = _told(error, self.target.device), True
-        report([ticket])
 
     def _for_this_thread(self, error: BaseException) -> bool:
         """Whether an error ends the call that ticks, too: Ctrl-C, not what another call's function raised."""
@@ -402,13 +401,6 @@ class Ticks:
             for ticket in tickets:
                 ticket.row = None
             self._waiting.extendleft(reversed(tickets))
-
-
-def report(tickets: Iterable[Ticket]) -> None:
-    """Call ``on_event`` of each; without the mutex."""
-    for ticket in tickets:
-        if ticket.on_event is not None:
-            ticket.on_event()
 
 
 def _is_short(error: BaseException) -> bool:
