@@ -16,16 +16,18 @@ from anabranch.bench.figures import leading
 from bar_chart import Bar, bar_chart
 from benchmark_tables import at_a_time, before_after, kind_of, machine_line, passes, table, tables_of
 from generated import ROOT, write_or_check
+from targets import LLAMA, TARGETS, Run, newest, ours, over, peer
 
 BENCHMARKS = ROOT / "benchmarks"
 INDEX, PAGES, PICTURES = "docs/benchmarks.md", "docs/benchmarks", "docs/pictures"
 # all of these processors report the same name, so machines are told apart by the names of the result files
 MACHINES = {
+    "epyc-zen5-2cores": "AMD EPYC Zen 5, AVX-512",
     "epyc-avx512-2cores": "AMD EPYC Zen 5, AVX-512",
     "epyc-zen4-2cores": "AMD EPYC Zen 4, AVX-512",
     "epyc-avx2-2cores": "AMD EPYC, AVX2",
 }
-SUITES = {"spec_bench": "Spec-Bench"}
+SUITES = {"spec_bench": "Spec-Bench", "humaneval": "HumanEval"}
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, kinds of results
     ("engines", "How fast is it compared with other engines?", ("Drafters and other engines",)),
     ("load", "What is left of the gain with several prompts at a time?", ("Several prompts at a time",)),
@@ -58,8 +60,7 @@ def read_results() -> dict[str, Result]:
 
 def machine_of(stem: str) -> str | None:
     """The machine that the name of a comparison ends in, as in spec-bench-MACHINE-DATE; None for other names."""
-    found = re.fullmatch(r"spec-bench-(.*?)-\d{4}-\d\d-\d\d", stem)
-    return found[1] if found and found[1] in MACHINES else None
+    return next((machine for machine in MACHINES if re.search(rf"(^|-){machine}-\d{{4}}-\d\d-\d\d$", stem)), None)
 
 
 def _rate(record: Record) -> float:
@@ -101,6 +102,8 @@ def page_chart(stem: str, result: Result) -> str:
 def page(question: str, kinds: tuple[str, ...], results: Mapping[str, Result]) -> str:
     """The page of one question."""
     lines = [f"# {question}", ""]
+    if "Drafters and other engines" in kinds:
+        lines += targets_table()
     for kind in kinds:
         chosen = {stem: result for stem, result in results.items() if kind_of(result) == kind}
         if len(kinds) > 1 and chosen:
@@ -117,6 +120,51 @@ def page(question: str, kinds: tuple[str, ...], results: Mapping[str, Result]) -
                 lines += [f"![Tokens per second](../pictures/{stem}.svg)", ""]
             lines += tables_of(result)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def targets_table() -> list[str]:
+    """The newest comparison of each target with llama.cpp, by suite."""
+    rows = []
+    for target in TARGETS:
+        for suite in SUITES:
+            if (run := newest(target, suite)) is not None:
+                rows += [_target_row(target, run, weights) for weights in ("none", "int4") if has(run, weights)]
+    titles = ("target", "weights", "suite", "prompts", "plain, tokens/s", "`auto`, tokens/s", "llama.cpp, tokens/s")
+    titles += ("`auto` / plain", "`auto` / plain by prompt (quartiles)", "`auto` / llama.cpp", "result")
+    return [
+        "## Three targets",
+        "",
+        *_wrapped(
+            "The newest run of each target beside llama.cpp, greedy, one prompt at a time; ratios of tokens/s in total "
+            "include the reading of prompts. llama.cpp decodes the same file, in the faster of its builds that were "
+            "measured."
+        ),
+        *table(titles, rows, left=3),
+    ]
+
+
+def _target_row(target: str, run: Run, weights: str) -> list[str]:
+    plain, auto, theirs = ours(run, "none", weights), ours(run, "auto", weights), peer(run, LLAMA)
+    assert theirs is not None
+    low, middle, high = auto["speedup_quartiles"]
+    settings = run.result["run"]
+    form = "int4" if weights == "int4" else "as stored" if settings["model"].endswith(".gguf") else settings["dtype"]
+    return [
+        *(target, form, run.suite, str(run.prompts)),
+        *(f"{_rate(record):.1f}" for record in (plain, auto, theirs)),
+        f"{over(auto, plain):.2f}",
+        f"{middle:.2f} ({low:.2f}-{high:.2f})",
+        f"{over(auto, theirs):.2f}",
+        f"[{run.stem}](#{run.stem.replace('.', '')})",
+    ]
+
+
+def has(run: Run, weights: str) -> bool:
+    """Return whether a run has plain decoding and ``auto`` with these weights."""
+    return {(r["spec"], r["weights"]) for r in run.records if r["kind"] == "ours"} >= {
+        ("none", weights),
+        ("auto", weights),
+    }
 
 
 def index(results: Mapping[str, Result]) -> str:

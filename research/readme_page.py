@@ -15,16 +15,25 @@ from typing import Any
 
 from benchmark_tables import table
 from generated import ROOT, write_or_check
+from targets import LLAMA, Run, machine, newest, ours, over, peer
 
 BENCHMARKS, README = ROOT / "benchmarks", "README.md"
 SCRIPT = "research/readme_page.py"
-MACHINES = {"epyc-avx512-2cores": "AMD EPYC (Zen 5)", "epyc-zen4-2cores": "AMD EPYC (Zen 4)"}  # by name of the file
-FORMATS = {"none": "bf16", "int8": "int8", "int4": "int4", "bfloat16": "bf16", "SmolLM2-135M-Instruct.Q4_1": "Q4_1"}
-NAMES = {"openvino": "OpenVINO", "llama.cpp": "llama.cpp", "transformers": "transformers"}
-OURS = {"auto": "**anabranch, `auto`**", "none": "anabranch, plain decoding"}
-COPY, MARK = "a 4-bit copy of the target", "\u00b9"
+DEFAULT, LARGE, SMALL = "SmolLM2-135M", "Qwen2.5-Coder-1.5B", "Qwen2.5-Coder-0.5B"
+PEERS = {
+    "llama.cpp": "llama.cpp",
+    "llama.cpp-ngram": "llama.cpp, n-grams",
+    "llama.cpp-draft": "llama.cpp, the 0.5B drafts",
+    "openvino": "OpenVINO, int4",
+    "openvino-lookup": "OpenVINO, int4, prompt lookup",
+}
+OURS = {
+    "auto": "**anabranch, `auto`**",
+    "none": "anabranch, plain decoding",
+    "draft_model": "anabranch, `draft_model` (the 0.5B)",
+}
+COPY, MARK, FEWER = "a 4-bit copy of the target", "\u00b9", "\u00b2"
 COPIED = ("methods-epyc-avx512-2cores-2026-11-25",)  # older than the method's own name: streams had the copy by default
-REFERENCE, QUANTISED = "transformers", "llama.cpp"
 METHODS = {  # name in the comparison -> (name of the drafter, how it drafts, its page)
     "streams": ("streams", "the target's top layers, with trained streams", "streams"),
     "eagle": ("eagle", "one trained layer continues the target's features", "eagle"),
@@ -45,91 +54,119 @@ Result = Mapping[str, Any]
 Record = Mapping[str, Any]
 
 
-def newest(pattern: str) -> tuple[str, Result]:
-    """Stem and content of the newest matching result that has peers or methods."""
-    found = [(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in BENCHMARKS.glob(pattern)]
-    whole = [(stem, result) for stem, result in found if result.get("compared") or peers(result)]
-    return max(whole, key=lambda each: (each[1]["environment"]["date"], each[0]))
-
-
-def peers(result: Result) -> list[Record]:
-    """The other engines that were measured at one row."""
-    alone = result.get("run", {}).get("rows", 1) == 1
-    return [r for r in result.get("contenders", ()) if alone and r["kind"] == "peer" and "error" not in r]
-
-
-def ours(result: Result, spec: str, weights: str) -> Record:
-    """Our record with this drafter and these weights."""
-    return next(r for r in result["contenders"] if r["kind"] == "ours" and (r["spec"], r["weights"]) == (spec, weights))
-
-
-def where(stem: str, result: Result) -> str:
-    """Processor and number of cores."""
-    machine = next((name for key, name in MACHINES.items() if key in stem), result["environment"]["processor"])
-    return f"{result['environment']['threads']} cores of an {machine}"
+def compared() -> tuple[str, Result]:
+    """Stem and content of the newest comparison of methods."""
+    found = [(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in BENCHMARKS.glob("methods-*.json")]
+    return max(found, key=lambda each: (each[1]["environment"]["date"], each[0]))
 
 
 def source(stem: str) -> str:
     return f"[{stem}](benchmarks/{stem}.json)"
 
 
-def speed(stem: str, result: Result) -> list[str]:
-    """Make the first bullet."""
-    rates = {r["name"]: r["tokens_per_second"] for r in peers(result)}
-    full, small = (ours(result, "auto", weights)["tokens_per_second"] for weights in ("none", "int4"))
+def _newest(target: str, suite: str = "spec_bench") -> Run:
+    run = newest(target, suite)
+    assert run is not None, f"benchmarks/ has no result of {target} on {suite} beside llama.cpp"
+    return run
+
+
+def _stored(run: Run) -> str:
+    """A file's rates and ratios, in words."""
+    auto, plain, theirs = ours(run, "auto"), ours(run, "none"), peer(run, LLAMA)
+    assert theirs is not None
+    return (
+        f"{auto['tokens_per_second']:.0f} tokens/s, **{over(auto, theirs):.1f} times llama.cpp** and "
+        f"{over(auto, plain):.1f} times our plain decoding"
+    )
+
+
+def speed() -> list[str]:
+    """Make the first bullets: both files as they are stored, and the default model."""
+    large, small, default = _newest(LARGE), _newest(SMALL), _newest(DEFAULT)
+    full, packed = ours(default, "auto"), ours(default, "auto", "int4")
+    transformers, llama = peer(default, "transformers"), peer(default, LLAMA)
+    assert transformers is not None
+    assert llama is not None
     return [
-        f"- **{full / rates[REFERENCE]:.1f} times `transformers`** on {where(stem, result)} with the same bf16 "
-        f"weights, and **{small / rates[QUANTISED]:.1f} times `llama.cpp`**, both with 4-bit weights: {full:.0f} "
-        f"and {small:.0f} tokens/s, greedy, {result['prompts_done']} prompts of Spec-Bench ({source(stem)})."
+        f"- **Your GGUF file as it is stored**, without a second rounding: {LARGE} in Q4_K_M at {_stored(large)}; "
+        f"the 0.5B at {_stored(small)} ({large.prompts} and {small.prompts} prompts of Spec-Bench, "
+        f"{machine(large)}; [1.5B](benchmarks/{large.stem}.json), [0.5B](benchmarks/{small.stem}.json)).",
+        "- **No account, no hub**: the default model (135M) comes through pip and decodes "
+        f"{over(full, transformers):.1f} times as fast as `transformers` in the same bf16, in int4 "
+        f"{over(packed, llama):.1f} times as fast as `llama.cpp` ({machine(default)}; "
+        f"[file](benchmarks/{default.stem}.json)).",
     ]
 
 
-def engines(stem: str, result: Result) -> list[str]:
-    """Tokens/s of every engine, the fastest first."""
-    base = next(r["tokens_per_second"] for r in peers(result) if r["name"] == REFERENCE)
-    rows: list[tuple[float, tuple[str, ...]]] = []
-    for spec, name in OURS.items():
-        for weights in ("none", "int4"):
-            record = ours(result, spec, weights)
-            copied = any(source.startswith(("lead ", "quantized ")) for source in record["sources"])
-            length = f"{record['mean_acceptance_length']:.2f}{MARK if copied else ''}"
-            rows.append((record["tokens_per_second"], (name, FORMATS[weights], length)))
-    for record in peers(result):
-        if record["name"].split(":")[0].split("-")[0] not in NAMES:
+def _engine(record: Record) -> str | None:
+    """The name of a contender in the table; None for those that are not in it."""
+    name = record["spec"].split(":")[0]
+    if record["kind"] == "peer":
+        return PEERS.get(name)
+    return OURS.get(name, f"anabranch, `{record['spec']}`")
+
+
+def _cells(run: Run) -> dict[str, list[str]]:
+    """Tokens/s, times llama.cpp and passes per token by engine."""
+    llama, cells = peer(run, LLAMA), {}
+    assert llama is not None
+    for record in sorted(run.records, key=lambda record: float(record["tokens_per_second"])):
+        if (name := _engine(record)) is None:
             continue
-        engine, *method = record["name"].split(":")[0].split("-")
-        name = NAMES.get(engine, engine) + (" with prompt lookup" if method == ["lookup"] else "")
-        weights = record.get("info", {}).get("weights", "")
-        rows.append((record["tokens_per_second"], (name, FORMATS.get(weights, weights), "-")))
-    rows.sort(key=lambda row: -row[0])
-    cells = [(name, kind, f"{rate:.0f}", f"{rate / base:.1f}", length) for rate, (name, kind, length) in rows]
-    gains = [ours(result, "auto", weights)["speedup_quartiles"] for weights in ("none", "int4")]
-    full, small = (f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in gains)
-    note = f" {MARK}\u00a0Some drafts begin with tokens of {COPY}." if any(MARK in row[-1] for row in cells) else ""
-    titles = ("engine", "weights", "tokens/s", "times transformers", "mean acceptance length")
+        passes = "-"
+        if record["kind"] == "ours":
+            passes = f"{record['target_calls_per_token']:.2f} + {record['draft_calls_per_token']:.2f}"
+        mark = FEWER if "every" in record else ""
+        cells[name] = [f"{record['tokens_per_second']:.0f}{mark}", f"{over(record, llama):.1f}", passes]
+    return cells  # the last of a name is the fastest
+
+
+def engines() -> list[str]:
+    """Every contender on the 1.5B, the fastest first."""
+    suites = [run for suite in ("spec_bench", "humaneval") if (run := newest(LARGE, suite)) is not None]
+    first = suites[0]
+    cells = [_cells(run) for run in suites]
+    rows = [(name, *(cell for found in cells for cell in found.get(name, ["-"] * 3))) for name in reversed(cells[0])]
+    titles = [
+        "engine",
+        *(
+            f"{run.suite}: {title}"
+            for run in suites
+            for title in ("tokens/s", "times llama.cpp", "passes/token, target + draft")
+        ),
+    ]
+    gains = " and ".join(
+        f"{middle:.2f} ({low:.2f}-{high:.2f}) on {run.suite}"
+        for run in suites
+        for low, middle, high in [ours(run, "auto")["speedup_quartiles"]]
+    )
+    few = {record["prompts"] for run in suites for record in run.records if "every" in record}
+    fewer = f" {FEWER}\u00a0On {min(few)} of these prompts." if few else ""
+    counted = " and ".join(f"{run.prompts} prompts of {run.suite}" for run in suites)
     return [
-        f"The default model (135M) on {where(stem, result)}, {result['prompts_done']} prompts of Spec-Bench, greedy, "
-        f"{result['run']['max_new_tokens']} new tokens, one prompt at a time ({source(stem)}). Speculation alone is "
-        f"worth a factor of {full} in bf16 and {small} in int4, medians over prompts with quartiles; the native "
-        f"kernels give the rest.{note}",
+        f"{LARGE}-Instruct in Q4_K_M (1.12 GB), every engine on the same file, {machine(first)}, {counted}, greedy, "
+        f"{first.result['run']['max_new_tokens']} new tokens, one prompt at a time, its reading included "
+        f"({', '.join(run.source for run in suites)}). Speculation alone is worth a factor of {gains}, medians over "
+        f"prompts with quartiles; the kernels give the rest. [Three targets](docs/benchmarks/engines.md), "
+        f"[pass costs](docs/benchmarks/sizes.md).{fewer}",
         "",
-        *table(titles, cells, left=2)[:-1],
+        *table(titles, rows)[:-1],
     ]
 
 
 def methods(stem: str, result: Result) -> list[str]:
     """Mean acceptance length and cost of each method."""
-    compared = {method["name"]: method for method in result["compared"]}
+    found = {method["name"]: method for method in result["compared"]}
     rows, left, copied = [], [], False
     for name, (drafter, how, page) in METHODS.items():
         cells = [f"[`{drafter}`](docs/methods/{page}.md)", how]
-        record = largest(compared.get(name))
+        record = largest(found.get(name))
         if record is None:
             left.append(drafter)
             continue
         mark = MARK if drafter == "streams" and stem in COPIED else ""
         copied |= bool(mark)
-        facts = compared[name]["facts"]
+        facts = found[name]["facts"]
         cells += [_millions(facts["extra_parameters"])]
         cells += [f"{facts['seconds'] / 60:.0f}" if facts.get("seconds") else "0"]
         rows.append([*cells, f"{record['mean_acceptance_length']:.2f}{mark}", f"{record['relative_step']:.2f}"])
@@ -161,8 +198,7 @@ def largest(method: Result | None) -> Record | None:
 def outputs() -> dict[str, str]:
     """README.md with its generated parts renewed."""
     text = (ROOT / README).read_text(encoding="utf-8")
-    comparison, compared = newest("spec-bench-*.json"), newest("methods-*.json")
-    parts = {"speed": speed(*comparison), "methods": methods(*compared), "engines": engines(*comparison)}
+    parts = {"speed": speed(), "methods": methods(*compared()), "engines": engines()}
     for name, lines in parts.items():
         first, last = f"<!-- {name}: {SCRIPT} -->", f"<!-- end of {name} -->"
         if not re.search(f"{first}.*?{last}", text, re.DOTALL):

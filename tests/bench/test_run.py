@@ -51,6 +51,7 @@ def test_ratios_are_to_plain_decoding_on_the_same_prompt() -> None:
     assert (fast["speedup_total"], fast["prompts"], fast["tokens"]) == (2.5, 4, 160)
     assert fast["tokens_per_second"] == fast["tokens_per_second_mean"] == 25.0
     assert fast["tokens_per_second_by_prompt"] == [25.0] * 4
+    assert fast["tokens_by_prompt"] == [20] * 4
     assert (fast["equal_outputs"], fast["common_prefix_median"]) == (4, 20)
     assert fast["by_task"]["a"] == {
         "prompts": 2,

@@ -152,7 +152,7 @@ class Session:
                 self._fail(entry.name, describe(error))
                 continue
             if spec := getattr(contender, "spec", ""):
-                self.facts[entry.name]["drafter"] = spec
+                self.facts[entry.name]["drafter"] = without_folders(spec)
             self._exits.callback(getattr(contender, "close", lambda: None))
             self.contenders[entry.name] = contender
             self.facts[entry.name]["open_seconds"] = round(time.perf_counter() - began, 3)

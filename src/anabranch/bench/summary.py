@@ -103,6 +103,7 @@ def summarise(
         for task in dict.fromkeys(prompts[i][0].task for i in decoded):
             where = [i for i in decoded if prompts[i][0].task == task]
             record["by_task"][task] = _task(measured, reference, where)
+        record["tokens_by_prompt"] = [len(answers[0].token_ids) for answers in measured.answers]
         record["tokens_per_second_by_prompt"] = [round(_rate(answers), 4) for answers in measured.answers]
         records.append(record)
     return records
