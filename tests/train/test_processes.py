@@ -114,7 +114,7 @@ def trained(
     ("count", "changes"),
     [
         (2, {"accumulate": 2, "patience": 1}),
-        pytest.param(3, {"accumulate": 2, "keep_states": True}, marks=pytest.mark.thorough),
+        pytest.param(3, {"accumulate": 2, "keep_states": "exact"}, marks=pytest.mark.thorough),
         pytest.param(2, {}, marks=pytest.mark.thorough),
     ],
 )

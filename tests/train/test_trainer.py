@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
 from anabranch.support.interrupt import shielded
-from anabranch.support.memory import OffHeap
 from anabranch.train.checkpoint import load_checkpoint
 from anabranch.train.trainer import Progress, Trainer
 from small import VOCABULARY, decode, request, small
@@ -251,51 +248,6 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_are_spoilt(
     assert f"the checkpoint of step 3 is kept in {tmp_path}" in said
     assert "\n" not in said
     assert json.loads((tmp_path / "checkpoint.json").read_text(encoding="utf-8"))["step"] == 3
-
-
-def test_kept_states_lie_in_a_file_in_the_runs_folder(
-    examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = set()
-    real = OffHeap.keep
-
-    def seen(self: OffHeap, x: Tensor) -> Tensor:
-        folders.add(self.folder)
-        return real(self, x)
-
-    monkeypatch.setattr(OffHeap, "keep", seen)
-    run = trainer(examples, tmp_path, replace(OPTIONS, keep_states=True))
-    with pytest.raises(KeyboardInterrupt):
-        run.run(stop_at(1))
-    assert folders == {tmp_path}
-    assert "in an unnamed file in the run's folder" in " ".join(str(TrainOptions.__doc__).split())
-
-
-def test_many_kept_tensors_hold_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.support.memory.SMALLEST", 1 << 12)
-    monkeypatch.setattr("anabranch.support.memory.LARGEST", 1 << 16)
-    given = [torch.randn(1 + n % 37, 16).to(torch.bfloat16 if n % 2 else torch.float32) for n in range(800)]
-    given.append(torch.randn(1 << 15))  # larger than any file that is shared
-    store = OffHeap(tmp_path / "new")
-    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    kept = [store.keep(x) for x in given]
-    if sys.platform == "linux":
-        assert 1 <= len(os.listdir("/proc/self/fd")) - before < 40
-    del store
-    assert all(torch.equal(mine, x) and mine.dtype == x.dtype for mine, x in zip(kept, given, strict=True))
-    assert len({x.data_ptr() for x in kept} & {x.data_ptr() for x in given}) == 0
-    assert not list((tmp_path / "new").iterdir())
-
-
-def test_keeping_states_trains_and_resumes_alike(examples: list[Example], tmp_path: Path) -> None:
-    options = replace(OPTIONS, keep_states=True)
-    run = trainer(examples, tmp_path / "whole", options)
-    run.run(nothing)
-    with pytest.raises(KeyboardInterrupt):
-        trainer(examples, tmp_path / "part", options).run(stop_at(9))
-    part = trainer(examples, tmp_path / "part", options)
-    part.run(nothing)
-    assert same(weights(run), weights(part))
 
 
 def test_shielded_delivers_ctrl_c_afterwards() -> None:

@@ -213,6 +213,7 @@ def _prepared(config: TrainConfig, recipe: Recipe, *, packed: bool = False) -> I
             "logs": config.log,
             "processes": processes,
             "shard_target": config.shard_target,
+            "say": shown.say,
         }
         yield _Run(target, shown, examples, held_out, own_examples, common, processes.first)
 

@@ -131,7 +131,7 @@ def with_new_data(config: OwnDataConfig, options: Any, given: dict[str, Any]) ->
     """
     if not config.self_written or "epochs" in given:
         return given
-    once = {"epochs": 1.0, "keep_states": False}
+    once = {"epochs": 1.0, "keep_states": "none"}
     return {**{name: value for name, value in once.items() if name in options}, **given}
 
 

@@ -12,7 +12,7 @@ B rows, P positions of a segment, S predictors of a position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anabranch.learning.examples import Batch, Example
+from anabranch.learning.target import Keeping
 
 __all__ = ["Objective", "Scores", "Segment", "segments"]
 
@@ -57,8 +58,8 @@ class Objective(Protocol[F]):
     def freeze(self, batch: Batch) -> F:
         """Run the target over the batch, without gradients."""
 
-    def keep(self, frozen: F, keep: Callable[[Tensor], Tensor]) -> F:
-        """The same with every tensor replaced by ``keep(tensor)``: moved to where it may stay for many epochs."""
+    def keep(self, keeping: Keeping) -> None:
+        """Replace what runs the frozen target by one that keeps its states for later epochs."""
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """The batch in parts, so that peak memory does not grow with the length of the text."""

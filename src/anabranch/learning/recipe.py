@@ -28,9 +28,9 @@ class TrainOptions:
     target_format     stored: the target as it was loaded; int8: products with its layers in int8 while training, faster
                       on a CPU that is slow in bf16; nf4: its layers in 4 bits while training (QLoRA), less memory
     recompute         keep each layer's input only, and compute the layer again for its gradient
-    keep_states       run the frozen target over each batch only once and keep its states, on a CPU in an unnamed file
-                      in the run's folder, on a GPU in its memory: later epochs take half the time. Batches then have
-                      the same members in every epoch, in another order
+    keep_states       run the frozen target over each example only once and keep its states: "exact", or in 8 bits
+                      ("int8"); "none": do not. On a CPU they are in a file in the run's folder, on a GPU in its memory
+                      as they are
     evaluate_every    steps between evaluations; 0: six evaluations per run, but every 10 to 200 steps
     evaluate_rows     held-out examples in each of these evaluations; the final one uses all
     checkpoint_every  steps between checkpoints
@@ -46,7 +46,7 @@ class TrainOptions:
     weight_decay: float = 0.0
     clip: float = 1.0
     segment: int = 128
-    keep_states: bool = False
+    keep_states: Literal["none", "exact", "int8"] = "none"
     seed: int = 0
     evaluate_every: int = 0
     evaluate_rows: int = 48
@@ -68,6 +68,8 @@ class TrainOptions:
                 raise InputError(f"{name} must be at least {low}, got {value}")
         if self.schedule not in ("cosine", "linear"):
             raise InputError(f"schedule must be cosine or linear, got {self.schedule!r}")
+        if self.keep_states not in ("none", "exact", "int8"):
+            raise InputError(f"keep_states must be none, exact or int8, got {self.keep_states!r}")
         if self.target_format not in ("stored", "int8", "nf4"):
             raise InputError(f"target_format must be stored, int8 or nf4, got {self.target_format!r}")
 
@@ -183,7 +185,9 @@ COMMON: dict[str, Option] = {
     "warmup": Option(int, "steps until the peak learning rate (default: a tenth of the steps, at most 50)"),
     "segment": Option(int, "positions trained at a time; fewer need less memory"),
     "keep_states": Option(
-        bool, "keep the target's states: on a CPU in an unnamed file in the run's folder, on a GPU in its memory"
+        str,
+        "keep the target's states for later epochs, on a CPU in a file in the run's folder: none, exact, or int8, in "
+        "half the space",
     ),
     "seed": Option(int, "seed of the initial weights and the order of batches"),
     "evaluate_every": Option(int, "steps between evaluations; 0: six per run"),

@@ -18,7 +18,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 
-__all__ = ["RunTarget", "TargetStates", "frozen_target", "run_frozen"]
+__all__ = ["Keeping", "RunTarget", "TargetStates", "frozen_target", "run_frozen"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class TargetStates:
 
 # (batch, taps=layers before which main rows are returned, keys_from=first layer whose keys and values are; None: none)
 RunTarget: TypeAlias = Callable[..., TargetStates]
+# (run, started=main rows are read from each row's last prompt token on only) -> the same, which keeps states
+Keeping: TypeAlias = Callable[..., RunTarget]
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.recompute import through
-from anabranch.learning.target import RunTarget, TargetStates, frozen_target
+from anabranch.learning.target import Keeping, RunTarget, TargetStates, frozen_target
 from anabranch.methods.terms import LayerTuning, lora_of
 from anabranch.model.blocks import Attend, Block, attention
 from anabranch.model.config import NEEDS
@@ -229,9 +229,9 @@ class TunedObjective:
         """The original target's states after the last norm [B, T, D], if anything is distilled from them."""
         return self.frozen(batch).hidden_BTD if self.soft else None
 
-    def keep(self, frozen: Tensor | None, keep: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """The tensor replaced by ``keep(tensor)``."""
-        return None if frozen is None else keep(frozen)
+    def keep(self, keeping: Keeping) -> None:
+        """Keep the states of the original target."""
+        self.frozen = keeping(self.frozen)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """All positions with a next token at once: each needs the tuned pass over the whole text before it.

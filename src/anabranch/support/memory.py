@@ -1,12 +1,10 @@
-"""Memory: free bytes, zeroed pages, file-backed tensors, glibc's thresholds."""
+"""Memory: free bytes, zeroed pages, glibc's thresholds."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import platform
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anabranch.errors import FileError, OutOfMemoryError
+from anabranch.errors import OutOfMemoryError
 from anabranch.support.cgroups import control_groups, lines_of
 
 try:
@@ -22,10 +20,8 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["OffHeap", "free_memory", "give_back", "keep_memory", "zeroed"]
+__all__ = ["free_memory", "give_back", "keep_memory", "zeroed"]
 
-SMALLEST, LARGEST = 1 << 20, 1 << 28  # bytes of a file that tensors share; each is twice as large as the one before
-ALIGNED = 64
 CPU = torch.device("cpu")
 PAGE = 2**21  # bytes of a large page
 
@@ -38,46 +34,6 @@ LIMITS = {
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-
-
-class OffHeap:
-    """CPU tensors in unnamed memory-mapped files in ``folder``, for as long as any of them lives.
-
-    Long-lived tensors of a training then do not fragment the heap, and the system can page them out if memory is short.
-    Many tensors share a mapping, since each needs a file descriptor and a process often has 1,024.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._mapped: mmap.mmap | None = None
-        self._used = 0
-
-    def keep(self, x: Tensor) -> Tensor:
-        """A copy of the tensor; the tensor itself if it is empty or not on a CPU.
-
-        Raises FileError if the disk is full.
-        """
-        if x.device.type != "cpu" or x.numel() == 0:
-            return x
-        size, start = x.numel() * x.itemsize, -(-self._used // ALIGNED) * ALIGNED
-        if self._mapped is None or start + size > len(self._mapped):
-            before = SMALLEST if self._mapped is None else len(self._mapped)
-            self._mapped, start = self._file(max(size, min(2 * before, LARGEST))), 0
-        self._used = start + size
-        copy = torch.frombuffer(self._mapped, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape)
-        return copy.copy_(x)
-
-    def _file(self, size: int) -> mmap.mmap:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                raise FileError(
-                    f"{self.folder} has too little space for the target's states ({error.strerror}); use "
-                    "--no-keep-states"
-                ) from error
-            return mmap.mmap(file.fileno(), size)
 
 
 def keep_memory() -> bool:

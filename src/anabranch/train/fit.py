@@ -26,6 +26,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.training_formats import Nf4Linear
+from anabranch.support.log import LOGGER
 from anabranch.support.memory import keep_memory
 from anabranch.train.advice import Watch, before
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, chosen_products, learner_of, packed_learner
@@ -57,6 +58,7 @@ class RunOptions(TypedDict, total=False):
     logs        kinds of logs besides log.jsonl: csv, tensorboard
     processes   those that share the training. Only the first one reports and writes
     shard_target  keep a part of the target's layers in each process only
+    say         told the size of the file that keeps the target's states
 
     With ``shard_target`` or ``target_format`` nf4, ``target.decoder`` is changed in place, and ``stored_target`` loads
     it again.
@@ -72,6 +74,7 @@ class RunOptions(TypedDict, total=False):
     logs: Sequence[str]
     processes: Processes | None
     shard_target: bool
+    say: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,14 @@ def fit(
         learner, frozen = _decoders(target, recipe, dtype, processes if sharding else None, packs=subject.packs)
         arithmetic = str(dtype)
     objective = subject.objective(learner, module, recipe, frozen=frozen)
-    whose = {"method": subject.name, "target": target.fingerprint[:12]}
+    whose = {"method": subject.name, "target": target.fingerprint[:12], "quantize": target.quantize}
     plan = {**whose, **_made_with(recipe), ARITHMETIC: arithmetic}
     trainer = Trainer(
         *(learner, module, objective, training, held_out, recipe.options, run),
         plan=plan,
         logs=logs,
         processes=processes,
+        say=options.get("say", LOGGER.info),
     )
     if processes.first:
         # a start from trained weights, or from terms that are zero, needs few data

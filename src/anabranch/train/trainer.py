@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -26,7 +25,7 @@ from anabranch.learning.recipe import TrainOptions
 from anabranch.learning.recompute import recomputing
 from anabranch.model.decoder import Decoder
 from anabranch.support.interrupt import shielded
-from anabranch.support.memory import OffHeap
+from anabranch.support.log import LOGGER
 from anabranch.train.checkpoint import (
     BEST,
     drop_run,
@@ -41,13 +40,15 @@ from anabranch.train.logs import Logs
 from anabranch.train.patience import Best
 from anabranch.train.processes import Processes
 from anabranch.train.shares import Share, shares
+from anabranch.train.states import KeptStates
 
 __all__ = ["TREES", "Progress", "Trainer"]
 
 NAMED = 8  # maximum number of rows of a broken batch in a message
 TREES = (4, 8)  # nodes of additional trees in the final evaluation
 # options that may change when a run is resumed: they do not affect the weights of a step, or by rounding only
-_FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every", "patience", "accumulate", "recompute")
+_FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every", "patience", "accumulate", "recompute", "keep_states")
+_COMPUTED = ("target", "quantize", "arithmetic")  # in ``plan``: what the target's states depend on
 _WHOSE = ("method", "target")  # in ``plan``: a run of another one is never continued
 Part = tuple[Share, Callable[[], Any]]  # a share of a step's batch, and what returns the target's states for it
 # what identifies a run besides its options, and why it may differ although all options are equal
@@ -73,6 +74,7 @@ class Trainer:
     objective  the training objective of the module
     logs       kinds of logs besides log.jsonl: csv, tensorboard
     processes  those that share the training; the first one evaluates and writes, and all end with the same weights
+    say        told what else the training needs: the size of the file of kept states
     plan       settings that determine examples, vocabulary and module, for messages about a different run in ``folder``
     """
 
@@ -89,6 +91,7 @@ class Trainer:
         plan: Mapping[str, Any] | None = None,
         logs: Sequence[str] = (),
         processes: Processes | None = None,
+        say: Callable[[str], None] = LOGGER.info,
     ) -> None:
         if not examples:
             raise InputError("there are no examples to train on; hold fewer out or give more completions")
@@ -101,12 +104,17 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(module), lr=options.lr, betas=(0.9, 0.98), weight_decay=options.weight_decay
         )
-        self._groups = list(batches(examples, options.batch_tokens, seed=options.seed))
-        if not any(map(objective.predictions, self._groups)):
+        groups = list(batches(examples, options.batch_tokens, seed=options.seed))
+        if not any(map(objective.predictions, groups)):
             raise InputError(f"none of the {len(examples):,} examples has a token to predict; give longer completions")
-        self._kept: dict[tuple[int, int], Any] = {}
-        self._off_heap = OffHeap(folder)
-        self.per_epoch = len(self._groups)
+        self.states: KeptStates | None = None
+        # the processes that share the layers of a target have to compute the same passes
+        if options.keep_states != "none" and not self.processes.sharded:
+            identity = json.dumps([self.plan.get(name) for name in _COMPUTED])
+            whole = [*examples, *held_out]
+            self.states = KeptStates(folder, target, whole, identity=identity, form=options.keep_states, say=say)
+            objective.keep(self.states.keeping)
+        self.per_epoch = len(groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
         self.warmup = options.warmup_of(self.steps)
         self.evaluate_every = options.evaluate_every or max(10, min(200, self.steps // 6))
@@ -128,24 +136,11 @@ class Trainer:
 
     def epoch(self, number: int) -> Iterator[tuple[Batch, list[Part]]]:
         """The batches of an epoch in order, each with this process's shares."""
-        if not self.options.keep_states:
-            for batch in batches(self.examples, self.options.batch_tokens, seed=self.options.seed + number):
-                yield batch, [(share, partial(self.objective.freeze, share.batch)) for share in self._shares(batch)]
-            return
-        order = list(range(self.per_epoch))
-        random.Random(self.options.seed + number).shuffle(order)
-        for index in order:
-            parts = enumerate(self._shares(self._groups[index]))
-            yield self._groups[index], [(share, partial(self._remember, share.batch, (index, n))) for n, share in parts]
+        for batch in batches(self.examples, self.options.batch_tokens, seed=self.options.seed + number):
+            yield batch, [(share, partial(self.objective.freeze, share.batch)) for share in self._shares(batch)]
 
     def _shares(self, batch: Batch) -> list[Share]:
         return shares(batch, self.objective.segments, self.processes, self.options.accumulate)
-
-    def _remember(self, part: Batch, place: tuple[int, int]) -> Any:
-        if place not in self._kept:
-            frozen = self.objective.freeze(part)
-            self._kept[place] = self.objective.keep(frozen, self._off_heap.keep)
-        return self._kept[place]
 
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = self.target.dtype
@@ -240,7 +235,10 @@ class Trainer:
             with closing(Logs(self.folder, self.log_kinds, self.objective.predictors, self.done)) as logs:
                 self._train(report, logs)
         self.best.put_back(self.module)
-        return self.evaluate(nodes=TREES) if self.held_out and self.evaluating else {}
+        evaluation = self.evaluate(nodes=TREES) if self.held_out and self.evaluating else {}
+        if self.states is not None and self.processes.first:
+            self.states.remove()
+        return evaluation
 
     @property
     def evaluating(self) -> bool:

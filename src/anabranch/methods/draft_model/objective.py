@@ -8,7 +8,7 @@ B rows, T text length, P positions, D and H widths of draft model and target, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation
-from anabranch.learning.target import run_frozen
+from anabranch.learning.target import Keeping, frozen_target
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.module import DraftModule
 from anabranch.methods.draft_model.recipes import LossOptions
@@ -48,15 +48,15 @@ class DraftObjective:
     ) -> None:
         self.target, self.module = target, module
         self.options = options or LossOptions()
-        self.frozen = target if frozen is None else frozen
+        self.run = frozen_target(target, frozen)
 
     def freeze(self, batch: Batch) -> Tensor:
         """The target's states after the last norm [B, T, H]."""
-        return run_frozen(self.target, batch, frozen=self.frozen).hidden_BTD
+        return self.run(batch).hidden_BTD
 
-    def keep(self, frozen: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
-        """The tensor replaced by ``keep(tensor)``."""
-        return keep(frozen)
+    def keep(self, keeping: Keeping) -> None:
+        """Keep the states of the frozen target."""
+        self.run = keeping(self.run)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """All positions of the completions at once: each needs the pass over the whole text before it."""

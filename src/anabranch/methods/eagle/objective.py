@@ -10,7 +10,7 @@ B rows, T text length, I = T - 1 positions of the head, P positions of a segment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import Accuracy, Replay, evaluation
-from anabranch.learning.target import run_frozen
+from anabranch.learning.target import Keeping, frozen_target
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.layer import new_layer
 from anabranch.methods.eagle.module import EagleModule
@@ -61,6 +61,7 @@ class EagleObjective:
         self.target, self.module = target, module
         self.options = options or LossOptions()
         self.frozen = target if frozen is None else frozen
+        self.run = frozen_target(target, self.frozen)
         self.predictors = self.options.unroll
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
@@ -71,12 +72,12 @@ class EagleObjective:
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
         layers = self.module.config.layers
-        states = run_frozen(self.target, batch, frozen=self.frozen, taps=layers)
+        states = self.run(batch, taps=layers)
         return Frozen(states.hidden_BTD, tuple(states.taps[layer] for layer in layers))
 
-    def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
-        """A copy with every tensor replaced by ``keep(tensor)``."""
-        return Frozen(keep(frozen.hidden_BTD), tuple(map(keep, frozen.taps)))
+    def keep(self, keeping: Keeping) -> None:
+        """Keep the states of the frozen target."""
+        self.run = keeping(self.run)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """All positions of the completions at once: each needs the pass over the whole text before it."""

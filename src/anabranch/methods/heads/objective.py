@@ -22,7 +22,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
-from anabranch.learning.target import TargetStates, frozen_target
+from anabranch.learning.target import Keeping, TargetStates, frozen_target
 from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
 from anabranch.methods.heads.module import DraftHeads
 from anabranch.methods.heads.recipes import LossOptions
@@ -93,9 +93,9 @@ class HeadObjective:
         """The target's states after the last norm [B, T, D]."""
         return self.run(batch).hidden_BTD
 
-    def keep(self, frozen: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
-        """The tensor replaced by ``keep(tensor)``."""
-        return keep(frozen)
+    def keep(self, keeping: Keeping) -> None:
+        """Keep the states of the frozen target."""
+        self.run = keeping(self.run)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """The positions that heads predict from; head 1 of a position predicts the token two positions later."""

@@ -40,12 +40,12 @@ class HydraConfig(HeadConfig):
 
 _RECIPES = {
     "shared": Recipe(
-        HydraConfig(), LossOptions(), TrainOptions(epochs=4.0, lr=2e-3, keep_states=True), draft_vocabulary=8192
+        HydraConfig(), LossOptions(), TrainOptions(epochs=4.0, lr=2e-3, keep_states="exact"), draft_vocabulary=8192
     ),
     "plus-plus": Recipe(
         HydraConfig(num_layers=4, prefix=True),
         LossOptions(soft=1.0),
-        TrainOptions(epochs=4.0, lr=1e-3, keep_states=True),
+        TrainOptions(epochs=4.0, lr=1e-3, keep_states="exact"),
         draft_vocabulary=8192,
     ),
     "paper": Recipe(

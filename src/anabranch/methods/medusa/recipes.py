@@ -50,7 +50,7 @@ class MedusaLoss(LossOptions):
 
 _RECIPES = {
     "shared": Recipe(
-        MedusaConfig(), MedusaLoss(), TrainOptions(epochs=4.0, lr=2e-3, keep_states=True), draft_vocabulary=8192
+        MedusaConfig(), MedusaLoss(), TrainOptions(epochs=4.0, lr=2e-3, keep_states="exact"), draft_vocabulary=8192
     ),
     "paper": Recipe(MedusaConfig(head="own"), MedusaLoss(soft=0.0), TrainOptions(epochs=2.0, lr=1e-3)),
     "medusa-2": Recipe(

@@ -9,7 +9,7 @@ B rows, T text length, P positions of a segment, S streams, D width, M scored (p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.replay import evaluation
-from anabranch.learning.target import TargetStates, frozen_target
+from anabranch.learning.target import Keeping, TargetStates, frozen_target
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.prune import early_exit_logits
@@ -136,10 +136,9 @@ class StreamObjective:
         streams = states.streams if isinstance(states, StreamedStates) else None
         return Frozen(states.taps[self.adapter.start], states.hidden_BTD, states.keys_values, streams)
 
-    def keep(self, frozen: Frozen, keep: Callable[[Tensor], Tensor]) -> Frozen:
-        """A copy with every tensor replaced by ``keep(tensor)``."""
-        pairs = [(keep(keys), keep(values)) for keys, values in frozen.keys_values]
-        return Frozen(keep(frozen.entry_BTD), keep(frozen.hidden_BTD), pairs)
+    def keep(self, keeping: Keeping) -> None:
+        """Keep the states of the frozen target."""
+        self.run = keeping(self.run, started=True)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """The positions with streams; stream 1 of a position predicts the token two positions later."""

@@ -81,7 +81,7 @@ _RECIPES = {
     "default-adapter": Recipe(
         _DEFAULT,
         LossOptions(),
-        TrainOptions(epochs=3.0, lr=1.5e-3, batch_tokens=2048, keep_states=True),
+        TrainOptions(epochs=3.0, lr=1.5e-3, batch_tokens=2048, keep_states="exact"),
         draft_vocabulary=8192,
     ),
     "small": Recipe(
