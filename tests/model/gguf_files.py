@@ -25,7 +25,10 @@ ARCHITECTURES = {
     "gpt2": gguf.MODEL_ARCH.GPT2,
 }
 # families with other names than their architecture, which ``LATER`` are
-FAMILIES = {"gemma3": "gemma3_text", "mistral3": "ministral3", "gptneox": "gpt_neox", "phi2": "phi"}
+FAMILIES = {
+    "gemma3": "gemma3_text", "mistral3": "ministral3", "gptneox": "gpt_neox", "phi2": "phi",
+    "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss",
+}  # fmt: skip
 LATER = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE,
@@ -37,6 +40,11 @@ LATER = {
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "gptneox": gguf.MODEL_ARCH.GPTNEOX,
     "phi2": gguf.MODEL_ARCH.PHI2,
+}
+MIXTURES = {
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 ORIGINAL = 32  # positions before YaRN
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "rope_theta": 10_000.0}
@@ -63,6 +71,14 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gptneox": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "use_parallel_residual": True},
     "phi2": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+    "qwen3moe": {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "gpt-oss": {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "attention_bias": True,
+        "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
 }  # fmt: skip
 LAYER_NORMS = ("gptneox", "phi2")
 
@@ -122,7 +138,7 @@ def write_gguf(
     """
     config = model.config
     weights = model.state_dict()
-    architecture = {"olmo3": "olmo2", "mistral": "mistral3"}.get(family, family)
+    architecture = {"olmo3": "olmo2", "mistral": "mistral3", "mixtral": "llama"}.get(family, family)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-len(weights) // parts) if parts > 1 else 0)
     layers = config.num_hidden_layers
     writer.add_block_count(layers)
@@ -144,7 +160,7 @@ def write_gguf(
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_dimension_count(16)
+        writer.add_rope_dimension_count(config.head_dim if family in MIXTURES else 16)
         rope = config.rope_parameters.get("full_attention", config.rope_parameters)
         writer.add_rope_freq_base(rope["rope_theta"])
         _add_own(writer, family, config, rope)
@@ -156,14 +172,18 @@ def write_gguf(
     _add_tokenizer(writer, pre)
     for key, value in (keys or {}).items():
         _set_key(writer, key, value)
-    names = gguf.get_tensor_name_map({**ARCHITECTURES, **LATER}[family], layers)
+    names = gguf.get_tensor_name_map({**ARCHITECTURES, **LATER, **MIXTURES}[family], layers)
     found = dict(tensors or {})
     for name, values in weights.items():
+        if ".experts." in name:
+            found |= _experts(name, values.numpy(), family)
+            continue
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         theirs = "output.weight" if name == "lm_head.weight" else theirs  # also in Gemma 2, whose head is tied
         assert theirs is not None, name
+        theirs += ".weight" if theirs.endswith("attn_sinks") else ""
         found.setdefault(theirs, _as_converter_would(theirs, values.numpy(), family, config))
     if (parameters := getattr(config, "rope_parameters", None)) and parameters.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_divisors(config)
@@ -172,9 +192,22 @@ def write_gguf(
             kind, rows = raw[name]
             writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[kind])
             continue
-        _add_tensor(writer, name, values, "Q8_0" if quantize and name.startswith("blk") else stored)
+        plain = "ffn_gate_inp" in name or name.endswith(".bias")  # as llama.cpp's converter does
+        kind = "Q8_0" if quantize and name.startswith("blk") else stored
+        _add_tensor(writer, name, values, "F32" if plain else kind)
     finish(writer)
     return path if parts == 1 else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))[0]
+
+
+def _experts(name: str, values: np.ndarray, family: str) -> dict[str, np.ndarray]:
+    """The tensors of all experts of a layer: gpt-oss transposes them, and has gate and up by turns."""
+    oss, kind = family == "gpt-oss", "bias" if name.endswith("_bias") else "weight"
+    values = values.swapaxes(1, 2) if oss and kind == "weight" else values
+    stem = f"blk.{name.split('.')[2]}.ffn_"
+    if "down_proj" in name:
+        return {f"{stem}down_exps.{kind}": values}
+    gate, up = (values[:, ::2], values[:, 1::2]) if oss else np.split(values, 2, axis=1)
+    return {f"{stem}gate_exps.{kind}": gate, f"{stem}up_exps.{kind}": up}
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -192,7 +225,15 @@ def _add_own(writer: gguf.GGUFWriter, family: str, config: Any, rope: Mapping[st
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if family in ("olmo3", "gemma3"):
+    if family in MIXTURES:
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if family in ("qwen3moe", "gpt-oss"):
+        own = "moe_intermediate_size" if family == "qwen3moe" else "intermediate_size"
+        writer.add_expert_feed_forward_length(getattr(config, own))
+    if family in ("olmo3", "gemma3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window)
     if family == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -202,7 +243,7 @@ def _add_own(writer: gguf.GGUFWriter, family: str, config: Any, rope: Mapping[st
         writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if family in ("olmo3", "mistral3"):
+    if family in ("olmo3", "mistral3", "gpt-oss"):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
@@ -248,7 +289,7 @@ def _as_converter_would(stored: str, values: np.ndarray, family: str, config: An
     if family == "gptneox" and ".attn_qkv." in stored:
         by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
         return by_head.swapaxes(0, 1).reshape(values.shape)
-    if family in ("llama", "mistral", "mistral3", "smollm3", "granite") and (
+    if family in ("llama", "mixtral", "mistral", "mistral3", "smollm3", "granite") and (
         ".attn_q." in stored or ".attn_k." in stored
     ):
         heads = config.num_attention_heads if ".attn_q." in stored else config.num_key_value_heads

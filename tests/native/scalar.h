@@ -135,6 +135,11 @@ inline float widened(bf16 x) {
   std::memcpy(&y, &bits, 4);
   return y;
 }
+inline float widened(Half x) {
+  const int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+  const int whole = exponent == 0 ? fraction : fraction + 1024, power = std::max(exponent, 1) - 25;
+  return std::ldexp(static_cast<float>(x.bits & 0x8000 ? -whole : whole), power);
+}
 inline void store1(float* p, float x) { *p = x; }
 inline void store1(bf16* p, float x) { *p = to_bf16(x); }
 template <class P>

@@ -20,7 +20,7 @@ from anabranch.errors import InputError
 from anabranch.model.native_linear import NativeLinear
 from anabranch.native import build, features, recipe, selection
 from anabranch.native import library as native
-from anabranch.native.arguments import STORED_TYPES
+from anabranch.native.arguments import FLOATS, STORED_TYPES
 from anabranch.native.features import Processor
 
 HEADER, SCALAR = Path(__file__).with_name("pretended_tiles.h"), Path(__file__).with_name("scalar.h")
@@ -99,6 +99,13 @@ def test_products(other: str, outputs: int, rows: int, width: int) -> None:
 @pytest.mark.parametrize("rows", [1, 9])
 def test_products_with_weights_as_stored(other: str, name: str, rows: int) -> None:
     test_stored_weights.check_products(name, rows)
+
+
+@in_every_other_form
+@pytest.mark.parametrize("name", sorted(FLOATS))
+@pytest.mark.parametrize("rows", [1, 9, 45])
+def test_products_with_floats_as_stored(other: str, name: str, rows: int) -> None:
+    test_stored_weights.check_products(name, rows, "floats")
 
 
 @in_every_other_form

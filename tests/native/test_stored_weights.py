@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from test_kernels import needs_kernels, quantized_rows
 
 from anabranch.native import library as native
-from anabranch.native.arguments import STORED_TYPES
+from anabranch.native.arguments import FLOATS, STORED_TYPES
 from stored_rows import HALVES, raw_rows, values_of
 
 pytestmark = needs_kernels
@@ -23,10 +25,12 @@ def library() -> native.Library:
     return kernels
 
 
-def stored(name: str, outputs: int, *, seed: int = 0) -> tuple[native.Packed, torch.Tensor, torch.Tensor]:
+def stored(
+    name: str, outputs: int, *, seed: int = 0, kind: str = "stored"
+) -> tuple[native.Packed, torch.Tensor, torch.Tensor]:
     """A packed weight, its memory, and its values [outputs, WIDTH]."""
     raw = raw_rows(name, outputs, WIDTH, seed)
-    packed, memory = library().stored([STORED_TYPES[name]] * -(-outputs // 32), outputs, WIDTH)
+    packed, memory = library().stored([STORED_TYPES[name]] * -(-outputs // 32), outputs, WIDTH, kind=kind)
     assert library().pack_stored(packed, 0, STORED_TYPES[name], raw)
     return packed, memory, values_of(name, raw)
 
@@ -47,14 +51,14 @@ def test_values_are_those_of_the_file(name: str) -> None:
     assert memory.numel() < 1.2 * 64 / 50 * raw.nbytes + 64
 
 
-def check_products(name: str, rows: int) -> None:
-    packed, memory, values = stored(name, 70)
+def check_products(name: str, rows: int, kind: str = "stored") -> None:
+    packed, memory, values = stored(name, 70, kind=kind)
     torch.manual_seed(rows)
     x = torch.randn(rows, WIDTH).bfloat16()
     x[:, :32] *= 30  # a group of its own scale
     x[0, 64:] = 0
     y = library().linear(x, packed, None)
-    exact = quantized_rows(x) @ values.T
+    exact = (quantized_rows(x) if kind == "stored" else x.float()) @ values.T
     assert (y - exact).abs().max() < 1e-4 * exact.abs().max()
     assert torch.equal(y, torch.cat([library().linear(x[i : i + 1], packed, None) for i in range(rows)]))
     assert memory.numel() > 0  # alive to here
@@ -65,6 +69,25 @@ def check_products(name: str, rows: int) -> None:
 def test_products(name: str, rows: int) -> None:
     """Rows are rounded to int8 and nothing else, and a row's product does not depend on the others, to the bit."""
     check_products(name, rows)
+
+
+@pytest.mark.parametrize("name", sorted(FLOATS))
+@pytest.mark.parametrize("rows", [1, 8, 19, 45])
+def test_rows_of_floats_are_not_rounded(name: str, rows: int) -> None:
+    """Beside floats alone; rows in float32 are multiplied as they are."""
+    check_products(name, rows, "floats")
+    packed, memory, values = stored(name, 70, kind="floats")
+    x = torch.randn(rows, WIDTH)
+    torch.testing.assert_close(library().linear(x, packed, None), x @ values.T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(library().unpack_stored(library().adopt(memory, 70, WIDTH, kind="floats")), values)
+
+
+def test_a_weight_of_floats_has_no_blocks_of_integers() -> None:
+    with pytest.raises(AssertionError, match="a block of integers"):
+        library().stored([STORED_TYPES["F16"], STORED_TYPES["Q8_0"]], 64, WIDTH, kind="floats")
+    _, memory, _ = stored("Q8_0", 64)
+    with pytest.raises(AssertionError, match="a block of integers"):
+        library().adopt(memory, 64, WIDTH, kind="floats")
 
 
 def test_a_weight_of_several_formats() -> None:
@@ -92,7 +115,7 @@ def test_selected_outputs(name: str) -> None:
     assert more.numel() < memory.numel()
 
 
-@pytest.mark.parametrize("name", [name for name in STORED_TYPES if name != "MXFP4"])
+@pytest.mark.parametrize("name", [name for name in STORED_TYPES if HALVES[name]])
 def test_scales_that_are_not_finite_are_reported(name: str) -> None:
     raw = raw_rows(name, 32, WIDTH)
     for at in HALVES[name]:
@@ -101,6 +124,16 @@ def test_scales_that_are_not_finite_are_reported(name: str) -> None:
             broken[7, at : at + 2] = np.array([bad], np.float16).view(np.uint8)
             packed, _ = library().stored([STORED_TYPES[name]], 32, WIDTH)
             assert not library().pack_stored(packed, 0, STORED_TYPES[name], broken)
+
+
+@pytest.mark.parametrize("name", sorted(FLOATS))
+def test_floats_that_are_not_finite_are_reported(name: str) -> None:
+    for bad in (np.nan, np.inf):
+        values = np.ones((32, WIDTH), np.float32)
+        values[7, 300] = bad
+        raw = np.ascontiguousarray(quantize(values, GGMLQuantizationType[name])).view(np.uint8)
+        packed, _ = library().stored([STORED_TYPES[name]], 32, WIDTH)
+        assert not library().pack_stored(packed, 0, STORED_TYPES[name], raw)
 
 
 def test_memory_of_a_file_is_checked() -> None:

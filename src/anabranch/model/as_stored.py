@@ -1,8 +1,10 @@
-"""Load a target from a GGUF file as it is stored: the kernels multiply the file's own blocks, without rounding them.
+"""Load a target from a GGUF file as it is stored: the kernels multiply the file's own values, without rounding them.
 
 The weights of a product have exactly the file's values. Its inputs are rounded to int8 with a scale for every 32
-values, products of 32 values are summed exactly in int32, and these sums are added in float32. Embeddings are looked up
-in the file's format too. Norms and biases, which are not quantised, are read as in other loads.
+values, products of 32 values are summed exactly in int32, and these sums are added in float32. If no weight of the
+layers is quantised, as in an F16 file, the inputs are bf16 instead, and products are those of float32. Embeddings are
+looked up in the file's format too. Norms and biases keep their values; embeddings of positions are rounded to bf16,
+as the kernels read them in the type of keys and values.
 
 Weights are packed one after another, and the file's pages are given back, so that the model is in memory only once.
 Packed weights are kept for the next load (``packed_file``).
@@ -13,10 +15,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,22 +29,25 @@ from anabranch.errors import ModelError, NumericsError
 from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.experts import Experts
+from anabranch.model.experts_backend import backend_of
 from anabranch.model.families import module_rows, weight_source
-from anabranch.model.kernel_use import why_not_native
+from anabranch.model.kernel_use import products_for, why_not_native
 from anabranch.model.matrix import FileMatrix
 from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
 from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
-from anabranch.model.stack import NativeBackend, Stack
 from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
 from anabranch.native import library as native
+from anabranch.native.arguments import FLOATS
 
 __all__ = ["NotStoredError", "Packing", "StoredModel", "describe_stored", "fill_as_stored", "formats_of"]
 
 Packing: TypeAlias = Callable[[int, int], None]
 """A callback (done, total) in bytes, called after each weight that was packed."""
 
+EXPERT = ".experts."  # in the names of the weights of experts
 LAYOUT = 1  # version of the layout of packed weights
-EMBEDDING, HEAD, LAST_NORM = "embedding.weight", "head.weight", "norm.weight"
+EMBEDDING, HEAD, PLACES, LAST_NORM = "embedding.weight", "head.weight", "positions.weight", "norm.weight"
 
 
 class NotStoredError(Exception):
@@ -80,11 +85,18 @@ class _Weight:
     """The weight of one of the decoder's linear layers, or its embedding: matrices whose rows are its outputs.
 
     gated  its two halves, gate and up, are interleaved block by block
+    kind   of ``native.IN_FILE_FORMATS``
     """
 
     name: str
     parts: tuple[tuple[str, FileMatrix], ...]
     gated: bool = False
+    kind: Literal["stored", "floats"] = "stored"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any of its blocks is."""
+        return any(matrix.kind.name not in FLOATS for _, matrix in self.parts)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -126,7 +138,7 @@ class _Weight:
 
     def pack(self, kernels: native.Library) -> StoredWeight:
         """The weight in packed blocks. Raises NumericsError for a scale that is not finite."""
-        packed, memory = kernels.stored(self.types(), *self.shape)
+        packed, memory = kernels.stored(self.types(), *self.shape, kind=self.kind)
         for run in self.runs():
             kind, block = int(run.matrix.kind), run.first
             for rows in run.pieces():
@@ -165,7 +177,7 @@ def fill_as_stored(
     """A packed decoder for the native kernels, and its fingerprint: that of the dequantised weights.
 
     tensors   all parameters by their Hugging Face names, dequantised on access
-    matrices  the quantised ones, as the file stores them
+    matrices  the matrices among them, as the file stores them
     files     the parts of the file
     keep      use the packed weights of an earlier load, and keep them for the next one
 
@@ -177,8 +189,7 @@ def fill_as_stored(
     for name in others:
         shape = decoder.get_parameter(name).shape
         value = assemble(decoder.config, tensors, name, shape)
-        # biases are added in float32
-        made = value.float() if name.endswith(".bias") else value.to(torch.bfloat16)
+        made = value.to(torch.bfloat16) if name == PLACES else value.float()
         check_finite(decoder.config, name, value, made)
         put(decoder, name, made.clone())
     parameters = [name for name, _ in sorted(decoder.named_parameters())]
@@ -211,8 +222,10 @@ def describe_stored(
     """Describe a model without packing it; the arguments are those of ``fill_as_stored``. Raises NotStoredError."""
     kernels, decoder, weights = _planned(config, tensors, matrices)
     sizes = {name: kernels.stored_bytes(w.types(), w.shape[1]) for name, w in weights.items() if name != EMBEDDING}
-    read = sum(sizes.values())
-    resident = read + weights[EMBEDDING].parts[0][1].nbytes
+    resident, read = sum(sizes.values()) + weights[EMBEDDING].parts[0][1].nbytes, sum(sizes.values())
+    if (experts := decoder.config.experts) is not None:
+        inside = sum(size for name, size in sizes.items() if EXPERT in name)
+        read -= inside - inside * experts.chosen // experts.count
     count = sum(parameter.numel() for parameter in decoder.parameters())
     kept = PackedFile.find(files, key_of(files, _layout()))
     if kept is not None:
@@ -230,29 +243,43 @@ def _planned(
     config: ModelConfig, tensors: Mapping[str, Tensor], matrices: Mapping[str, FileMatrix]
 ) -> tuple[native.Library, Decoder, dict[str, _Weight]]:
     """The kernels, a decoder on ``meta`` but for its last norm, and what is packed. Raises NotStoredError."""
-    if not matrices:
-        raise NotStoredError("the file is not quantised")
+    kinds = formats_of(matrices)
+    if not kinds or (FLOATS.issuperset(kinds) and kinds[0] != "F16"):
+        raise NotStoredError("the file is neither quantised nor in F16")
     if (kernels := native.library()) is None:
         raise NotStoredError(native.why_not())
     decoder = described_decoder(config, tensors, dtype=torch.bfloat16)
-    put(decoder, LAST_NORM, assemble(decoder.config, tensors, LAST_NORM, decoder.norm.weight.shape).to(torch.bfloat16))
-    if why := why_not_native(decoder):  # which asks for the type and device of this norm
+    decoder.of_rows = torch.bfloat16
+    put(decoder, LAST_NORM, assemble(decoder.config, tensors, LAST_NORM, decoder.norm.weight.shape).float())
+    why = why_not_native(decoder)  # which asks for the device of this norm
+    if why and not products_for(decoder):
         raise NotStoredError(why)
-    return kernels, decoder, {name: _weight(decoder, name, matrices) for name in _names(decoder)}
+    return kernels, decoder, _weights(decoder, matrices, whole=not why)
 
 
 # -- the weights of a decoder ----------------------------------------------------------------------
-def _names(decoder: Decoder) -> Iterator[str]:
-    """The parameters that are packed: the embedding, and the weights of all linear layers."""
-    yield EMBEDDING
-    for index, block in enumerate(decoder.blocks):
-        assert isinstance(block, Block)
-        for module, name in block.linears():
-            yield f"blocks.{index}.{'mlp.' if module is block.mlp else ''}{name}.weight"
-    yield HEAD
+def _weights(decoder: Decoder, matrices: Mapping[str, FileMatrix], *, whole: bool) -> dict[str, _Weight]:
+    """The parameters that are packed: the embedding, and the weights of all linear layers.
+
+    whole  the kernels run whole layers, which have rows of one type
+    """
+    named = {module: name for name, module in decoder.named_modules()}
+    layers = [f"{named[module]}.{name}.weight" for block in decoder.blocks for module, name in _linears(block)]
+    weights = {name: _weight(decoder, name, matrices, whole=whole) for name in (EMBEDDING, *layers, HEAD)}
+    together = [name for name in layers if EXPERT not in name] if whole else []
+    quantized = any(weights[name].quantized for name in together)
+    for name, weight in weights.items():
+        if not (weight.quantized or (quantized and name in together)):
+            weights[name] = replace(weight, kind="floats")
+    return weights
 
 
-def _weight(decoder: Decoder, name: str, matrices: Mapping[str, FileMatrix]) -> _Weight:
+def _linears(block: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
+    assert isinstance(block, Block)
+    return block.linears()
+
+
+def _weight(decoder: Decoder, name: str, matrices: Mapping[str, FileMatrix], *, whole: bool) -> _Weight:
     """The matrices of a parameter.
 
     Raises NotStoredError if the kernels cannot multiply them, ModelError if the config requires other shapes.
@@ -264,7 +291,7 @@ def _weight(decoder: Decoder, name: str, matrices: Mapping[str, FileMatrix]) -> 
     for rows, names in zip(module_rows(config, len(source.tensors), outputs), source.tensors, strict=True):
         stored = next((each for each in names if each in matrices), None)
         if stored is None:
-            raise NotStoredError(f"{names[0]} is not quantised, but other weights are", surprising=True)
+            raise NotStoredError(f"{names[0]} is not a matrix", surprising=True)
         matrix = matrices[stored]
         if matrix.kind.name not in native.STORED_TYPES:
             raise NotStoredError(f"{stored} is stored as {matrix.kind.name}, which has no kernels", surprising=True)
@@ -274,9 +301,9 @@ def _weight(decoder: Decoder, name: str, matrices: Mapping[str, FileMatrix]) -> 
                 "do not belong together"
             )
         parts.append((stored, matrix))
-    gated = name.endswith("mlp.up.weight") and config.gated_mlp
-    whole = all(matrix.shape[0] % (native.BLOCK * (1 + gated)) == 0 for _, matrix in parts[: None if gated else -1])
-    if not whole or width % native.BLOCK:
+    gated = whole and name.endswith("mlp.up.weight") and config.gated_mlp
+    divides = all(matrix.shape[0] % (native.BLOCK * (1 + gated)) == 0 for _, matrix in parts[: None if gated else -1])
+    if not divides or width % native.BLOCK:
         raise NotStoredError(f"{parts[0][0]} does not divide into blocks of {native.BLOCK} outputs", surprising=True)
     return _Weight(name, tuple(parts), gated)
 
@@ -291,12 +318,17 @@ def _replace(decoder: Decoder, kernels: native.Library, weights: Mapping[str, _W
         stem = name.removesuffix(".weight")
         linear = decoder.get_submodule(stem)
         assert isinstance(linear, nn.Linear)
-        made = NativeLinear(weight, linear.bias, gated=weights[name].gated, wide=name == HEAD)
+        # the outputs of experts are added in float32
+        made = NativeLinear(weight, linear.bias, gated=weights[name].gated, wide=name == HEAD or EXPERT in name)
         parent, _, leaf = stem.rpartition(".")
         setattr(decoder.get_submodule(parent), leaf, made)
     ((_, matrix),) = weights[EMBEDDING].parts
     decoder.embedding = RowTable(kernels, int(matrix.kind), packed.rows, matrix.width)
-    decoder.backend = NativeBackend(Stack.of_target(decoder))
+    for block in decoder.blocks:
+        if isinstance(block, Block) and isinstance(block.mlp, Experts):
+            router: Any = block.mlp.router
+            block.mlp.router = NativeLinear(router.weight, router.bias, wide=True)
+    decoder.backend = backend_of(decoder, kernels)
 
 
 # -- packing, or the packed weights of an earlier load ---------------------------------------------
@@ -317,7 +349,7 @@ def _found(kernels: native.Library, weights: Mapping[str, _Weight], files: Seque
         for name, weight in weights.items():
             if name != EMBEDDING:
                 memory = entry.part(name)
-                made[name] = StoredWeight(kernels.adopt(memory, *weight.shape), memory)
+                made[name] = StoredWeight(kernels.adopt(memory, *weight.shape, kind=weight.kind), memory)
         return _Packed(made, _rows(entry, weights[EMBEDDING]), str(entry.facts["fingerprint"]))
     except (AssertionError, KeyError, ValueError):
         entry.remove()

@@ -23,7 +23,10 @@ __all__ = ["Attend", "Block", "Norm", "RowSide", "attention"]
 
 
 class Norm(nn.Module):
-    """RMSNorm (with weight + 1 for Gemma) or LayerNorm, times ``scale``; statistics in float32."""
+    """RMSNorm (with weight + 1 for Gemma) or LayerNorm, times ``scale``; statistics in float32.
+
+    Weight and bias may be float32 beside rows of another type, which the result has.
+    """
 
     def __init__(self, config: ModelConfig, width: int | None = None, *, scale: float = 1.0) -> None:
         super().__init__()
@@ -34,12 +37,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis [..., D]."""
-        y = self._normed(x)
+        y = self._normed(x).to(x.dtype)
         return y if self.scale == 1.0 else y * self.scale
 
     def _normed(self, x: Tensor) -> Tensor:
         if self.kind == "layer":
-            return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+            same = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+            return F.layer_norm(same, (x.shape[-1],), self.weight, self.bias, self.eps)
         if self.plus_one:
             y = x.float()
             y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)

@@ -1,4 +1,4 @@
-"""The backend of targets with experts: the kernels run a layer up to these, PyTorch groups rows by expert.
+"""The backend of a packed target; with experts, the kernels run a layer up to these, PyTorch groups rows by expert.
 
 M nodes of all rows, N nodes of the widest row, D model width.
 """
@@ -11,13 +11,23 @@ from torch import Tensor
 from anabranch.model.backends import TorchBackend
 from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
+from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
 from anabranch.model.inputs import starts_of
+from anabranch.model.kernel_use import native_for
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult
-from anabranch.model.stack import NativeBackend, StackStep
+from anabranch.model.stack import NativeBackend, ProductsBackend, Stack, StackStep
+from anabranch.native import library as native
 
-__all__ = ["ExpertsBackend"]
+__all__ = ["ExpertsBackend", "backend_of"]
+
+
+def backend_of(target: Decoder, kernels: native.Library) -> TorchBackend:
+    """The backend of a target whose linear layers are packed for the native kernels."""
+    if not native_for(target):
+        return ProductsBackend(kernels)
+    return (NativeBackend if target.config.experts is None else ExpertsBackend)(Stack.of_target(target))
 
 
 class ExpertsBackend(NativeBackend):

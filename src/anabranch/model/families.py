@@ -694,7 +694,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 _EXPERTS = "mixtures of experts of this kind do not run here yet"
-_GGUF = "mixtures of experts run from safetensors only, not from GGUF files yet"
 _RECURRENT = "layers with a recurrent state, which a rejected draft would have to roll back, do not run here yet"
 _IMAGES = "models of images and text do not run here"
 # Families that people ask for, by the names of their configs and of GGUF files, and why they are not supported.
@@ -707,7 +706,6 @@ UNSUPPORTED: dict[str, str] = {
         ),
         _EXPERTS,
     ),
-    **dict.fromkeys(("qwen3moe", "gpt-oss"), _GGUF),
     **dict.fromkeys(
         (
             *("qwen3_next", "qwen3next", "qwen35", "qwen3_5_moe_text", "qwen35moe", "lfm2", "lfm2_moe"),

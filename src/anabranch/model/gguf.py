@@ -3,7 +3,7 @@
     contents = read_gguf("model.gguf")                           # or any part of a split file
     contents.config["model_type"]                                # "llama"
     contents.tensors["model.layers.0.self_attn.q_proj.weight"]   # dequantised on access
-    contents.matrices["model.layers.0.self_attn.q_proj.weight"]  # the same as the file stores it, if it is quantised
+    contents.matrices["model.layers.0.self_attn.q_proj.weight"]  # the same as the file stores it
     contents.tokenizer("12345")
 
 llama.cpp's converter does more than rename tensors: it reorders or shifts some of them, which is undone here (rotary
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.families import FAMILIES
-from anabranch.model.gguf_config import ATTENTION, MLP, PERMUTED, SHIFTED, config_of
+from anabranch.model.gguf_config import ATTENTION, EXPERTS_OF, MLP, PERMUTED, SHIFTED, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
 from anabranch.model.matrix import FileMatrix
 from anabranch.model.stored import LazyTensors, dtype_name
@@ -45,9 +45,11 @@ _LEAVES = {
     "norm_in": ("attn_norm",), "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_output",),
     "q_norm": ("attn_q_norm",), "k_norm": ("attn_k_norm",), "norm_after_attention": ("post_attention_norm",),
     "norm_mlp": ("ffn_norm",), "mlp.up": ("ffn_gate", "ffn_up"), "mlp.down": ("ffn_down",),
-    "norm_after_mlp": ("post_ffw_norm",),
+    "norm_after_mlp": ("post_ffw_norm",), "sinks": ("attn_sinks",), "mlp.router": ("ffn_gate_inp",),
+    "mlp.experts.up": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down": ("ffn_down_exps",),
 }  # fmt: skip
 _FUSED = {"qkv": ("attn_qkv",), "mlp.up": ("ffn_up",)}
+_OTHERS = {"gpt_oss": {"norm_mlp": ("post_attention_norm",)}}  # of single families
 _LAYER_NORM = frozenset({"attn_norm", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"})
 # The modules that may have a bias, of each family.
 _BIASED: dict[str, frozenset[str]] = {
@@ -59,6 +61,9 @@ _BIASED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"), ATTENTION),
     **dict.fromkeys(("gpt2", "gpt_neox"), _LAYER_NORM | {"attn_qkv"}),
     "phi": _LAYER_NORM | ATTENTION | {"output"},
+    "qwen3_moe": ATTENTION,
+    "mixtral": frozenset(),
+    "gpt_oss": ATTENTION | {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"},
 }
 
 
@@ -66,6 +71,7 @@ _BIASED: dict[str, frozenset[str]] = {
 class _Names:
     """The Hugging Face names of an architecture's modules by their GGUF names: in layer ``layers``.N, and outside.
 
+    In the names of an expert's modules, ``{}`` stands for its number: GGUF has one tensor for all experts of a layer.
     ``transposed`` weights are stored as in ``nn.Linear`` by GGUF, and transposed by Hugging Face.
     """
 
@@ -81,8 +87,9 @@ def _names_of(name: str) -> _Names:
     family = FAMILIES[name]
     block: dict[str, str] = {}
     transposed: set[str] = set()
+    known = {**_LEAVES, **_OTHERS.get(name, {})}
     for part, modules in family.block.items():
-        leaves = _LEAVES[part] if len(modules) == len(_LEAVES[part]) else _FUSED[part]
+        leaves = known[part] if len(modules) == len(known[part]) else _FUSED[part]
         block |= dict(zip(leaves, modules, strict=True))
         transposed |= set(leaves) if family.layouts.get(part) == "transposed" else set()
     outer = family.prefixes[0]
@@ -108,7 +115,7 @@ class GGUFContents(NamedTuple):
     """A GGUF file in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer.
 
     dtype     the file's: float32, float16 or bfloat16 if most weights are stored in it, else bfloat16
-    matrices  the quantised matrices in the file's format; the rows of ``tensors`` that llama.cpp's converter reordered
+    matrices  the matrices in the file's format; the rows of ``tensors`` that llama.cpp's converter reordered
               are in ``FileMatrix.order``, and weights have the layout of ``nn.Linear`` in all families
     files     all parts of the file
     """
@@ -296,7 +303,7 @@ def _stored_dtype(stored: Mapping[str, Any]) -> torch.dtype:
     """The type in which most of the matrices' values are stored; bfloat16 for quantised ones."""
     sizes: Counter[Any] = Counter()
     for tensor in stored.values():
-        if len(tensor.shape) == 2:
+        if len(tensor.shape) >= 2:
             sizes[tensor.tensor_type] += int(tensor.n_elements)
     return _FLOATS.get(max(sizes, key=lambda kind: sizes[kind]), torch.bfloat16) if sizes else torch.bfloat16
 
@@ -304,7 +311,7 @@ def _stored_dtype(stored: Mapping[str, Any]) -> torch.dtype:
 def _loaders(
     config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, FileMatrix], list[str]]:
-    """One loader for each parameter, the quantised matrices, and the names of the tensors that are not used.
+    """One loader for each parameter, the matrices, and the names of the tensors that are not used.
 
     Raises FileError if a block is missing, ModelError for a tensor that llama.cpp would use in another way.
     """
@@ -327,11 +334,15 @@ def _loaders(
             continue
         if block < layers and module is not None and (kind == "weight" or leaf in names.biased):
             transposed = kind == "weight" and leaf in names.transposed
-            loaders[f"{module}.{kind}"] = partial(_load, tensor, config, path, leaf=leaf, transposed=transposed)
-            if len(tensor.shape) == 2 and tensor.data.dtype == np.uint8 and tensor.tensor_type not in _FLOATS:
-                by_head = architecture == "gpt_neox"  # our rows of q, k and v are in the file's order
-                order = None if by_head else _rotary_order(tensor, config, path, leaf=leaf)
-                matrices[f"{module}.{kind}"] = FileMatrix(tensor.tensor_type, tensor.data, int(tensor.shape[0]), order)
+            # sinks are a parameter of the layer itself
+            suffix = "" if leaf == "attn_sinks" else f".{kind}"
+            for part, own in _parts_of(tensor, config, path, f"{module}{suffix}"):
+                loaders[own] = partial(_load, part, config, path, leaf=leaf, transposed=transposed)
+                if len(part.shape) == 2:
+                    by_head = architecture == "gpt_neox"  # our rows of q, k and v are in the file's order
+                    order = None if by_head else _rotary_order(part, config, path, leaf=leaf)
+                    rows, width = part.data.view(np.uint8), int(part.shape[0])
+                    matrices[own] = FileMatrix(part.tensor_type, rows, width, order)
         elif block < layers and _known_tensors().fullmatch(name):
             raise ModelError(
                 f"{path} has the tensor {name}, and {architecture} models with it are not supported; use the model's "
@@ -342,6 +353,29 @@ def _loaders(
     if not blocks.issuperset(range(layers)) or f"{names.ends['token_embd']}.weight" not in loaders:
         raise FileError(f"{path} should contain {layers} blocks but has {len(blocks)}; fetch it again")
     return _without_bias(names, config, stored, layers) | loaders, matrices, unused
+
+
+class _Expert(NamedTuple):
+    """One expert's part of a tensor: the attributes of gguf's ``ReaderTensor`` that are read here."""
+
+    name: str
+    tensor_type: Any
+    shape: Any
+    data: Any
+
+
+def _parts_of(tensor: Any, config: Mapping[str, Any], path: Path, name: str) -> Iterator[tuple[Any, str]]:
+    """A tensor and its Hugging Face name; of a tensor with the experts of a layer, each of them. Raises FileError."""
+    if "{}" not in name:
+        yield tensor, name
+        return
+    count = int(config[EXPERTS_OF[config["model_type"]]])
+    if len(tensor.shape) < 2 or tensor.shape[-1] != count:
+        raise FileError(
+            f"{path} has {tensor.name} in the shape {tensor.shape.tolist()[::-1]}, but {count} experts; fetch it again"
+        )
+    for expert in range(count):
+        yield _Expert(tensor.name, tensor.tensor_type, tensor.shape[:-1], tensor.data[expert]), name.format(expert)
 
 
 @cache

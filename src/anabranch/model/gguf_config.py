@@ -20,7 +20,7 @@ from anabranch.model.families import UNSUPPORTED
 from anabranch.model.gguf_tokenizer import end_tokens
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["ARCHITECTURES", "ATTENTION", "HONOURED", "MLP", "PERMUTED", "SHIFTED", "config_of"]
+__all__ = ["ARCHITECTURES", "ATTENTION", "EXPERTS_OF", "HONOURED", "MLP", "PERMUTED", "SHIFTED", "config_of"]
 
 Metadata = Mapping[str, Any]
 Config = dict[str, Any]
@@ -42,12 +42,18 @@ ARCHITECTURES: dict[str, tuple[str, Config]] = {
     "gpt2": ("GPT2LMHeadModel", {"activation_function": "gelu_new"}),
     "gptneox": ("GPTNeoXForCausalLM", {"hidden_act": "gelu"}),
     "phi2": ("PhiForCausalLM", {"hidden_act": "gelu_new"}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", {"hidden_act": "silu"}),
+    "gpt-oss": ("GptOssForCausalLM", {}),
 }
 # families with other names than their architecture
-_FAMILIES = {"mistral3": "ministral3", "gemma3": "gemma3_text", "gptneox": "gpt_neox", "phi2": "phi"}
+_FAMILIES = {
+    "mistral3": "ministral3", "gemma3": "gemma3_text", "gptneox": "gpt_neox", "phi2": "phi", "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+}  # fmt: skip
+EXPERTS_OF = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "gpt_oss": "num_local_experts"}
 # Families whose files have the rows of q and k in pairs of channels that are rotated together, and those whose files
 # have 1 added to the weights of norms.
-PERMUTED = frozenset({"llama", "mistral", "ministral3", "smollm3", "granite"})
+PERMUTED = frozenset({"llama", "mixtral", "mistral", "ministral3", "smollm3", "granite"})
 SHIFTED = frozenset({"gemma", "gemma2", "gemma3_text"})
 ATTENTION, MLP = frozenset({"attn_q", "attn_k", "attn_v", "attn_output"}), frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 
@@ -64,8 +70,9 @@ _RMS = _SHAPE | {
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 }
 _TURNED = frozenset({"attention.layer_norm_epsilon", "rope.freq_base", "rope.dimension_count"})
+_EXPERTS = frozenset({"expert_count", "expert_used_count"})
 HONOURED: dict[str, frozenset[str]] = {
-    "llama": _RMS,
+    "llama": _RMS | _EXPERTS,
     "qwen2": _RMS,
     "qwen3": _RMS,
     "phi3": _RMS | {"attention.sliding_window"},
@@ -87,6 +94,10 @@ HONOURED: dict[str, frozenset[str]] = {
     "gpt2": _SHAPE | {"attention.layer_norm_epsilon"},
     "gptneox": _SHAPE | _TURNED | {"use_parallel_residual"},
     "phi2": _SHAPE | _TURNED,
+    "qwen3moe": _RMS | _EXPERTS | {"expert_feed_forward_length", "expert_weights_norm"},
+    "gpt-oss": _RMS
+    | _EXPERTS
+    | {"expert_feed_forward_length", "attention.sliding_window", "attention.sliding_window_pattern"},
 }
 # facts about training and text embeddings
 _IGNORED = frozenset({"rope.scaling.finetuned", "pooling_type"})
@@ -268,9 +279,10 @@ def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
     head_dim = _head_dim(keys, stored, heads, kv_heads, usual=hidden // heads)
     layers, positions = keys.need("block_count"), keys.need("context_length")
     rope = _rope(keys, stored, head_dim=head_dim)
+    oss = keys.architecture == "gpt-oss"  # which has no layers without experts
     config: Config = {
         "hidden_size": hidden,
-        "intermediate_size": keys.need("feed_forward_length"),
+        "intermediate_size": keys.need("expert_feed_forward_length" if oss else "feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -300,6 +312,12 @@ def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
         config |= _granite(keys, head_dim=head_dim)
     elif keys.architecture == "mistral3":
         config |= _mistral3(keys, rope)
+    elif keys.architecture == "qwen3moe":
+        config |= _qwen3_moe(keys)
+    elif keys.architecture == "gpt-oss":
+        config |= _gpt_oss(keys, rope, layers=layers)
+    elif keys.architecture == "llama" and keys.get("expert_count"):
+        return _mixtral(keys, config)
     return config
 
 
@@ -399,6 +417,45 @@ def _mistral3(keys: _Keys, rope: Config) -> Config:
         keys.refuse("attention.temperature_scale", "without rope.scaling.original_context_length")
     scaled |= {"llama_4_scaling_beta": _shortest(beta), "original_max_position_embeddings": original}
     return {"rope_parameters": scaled, "sliding_window": None}
+
+
+def _experts(keys: _Keys, name: str) -> Config:
+    """The number of experts, which has a ``name`` in each family, and of those that a token passes through."""
+    count, used = keys.need("expert_count"), keys.need("expert_used_count")
+    if not 0 < used <= count:
+        keys.refuse("expert_used_count", f"but there are {count} experts")
+    return {name: count, "num_experts_per_tok": used}
+
+
+def _qwen3_moe(keys: _Keys) -> Config:
+    experts = _experts(keys, EXPERTS_OF["qwen3_moe"])
+    usual = keys.need("feed_forward_length") // experts["num_experts_per_tok"]
+    return {
+        **experts,
+        "moe_intermediate_size": keys.get("expert_feed_forward_length") or usual,
+        "norm_topk_prob": bool(keys.get("expert_weights_norm", True)),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _mixtral(keys: _Keys, config: Config) -> Config:
+    """Mixtral, whose files are those of Llama with experts."""
+    same = {name: value for name, value in config.items() if name not in ("attention_bias", "mlp_bias")}
+    own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+    return same | own | _experts(keys, EXPERTS_OF["mixtral"])
+
+
+def _gpt_oss(keys: _Keys, rope: Config, *, layers: int) -> Config:
+    if (window := keys.need("attention.sliding_window")) == 0:
+        keys.refuse("attention.sliding_window")
+    return {
+        **_experts(keys, EXPERTS_OF["gpt_oss"]),
+        "sliding_window": window,
+        "layer_types": _layer_types(keys, 2, layers=layers),
+        # the model's own frequencies are between whole channels; those of llama.cpp are not
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
 
 
 # -- rotary positions --------------------------------------------------------------------------------
@@ -528,6 +585,10 @@ def _neutral_here(keys: _Keys, config: Config) -> dict[str, tuple[Any, ...]]:
     value, positions = keys.value, keys.need("context_length")
     here: dict[str, tuple[Any, ...]] = {"embedding_length_out": (0, keys.need("embedding_length"))}
     here["hidden_activation"] = tuple(v for v in ARCHITECTURES[keys.architecture][1].values() if isinstance(v, str))
+    if config["model_type"] in EXPERTS_OF:
+        here["expert_gating_func"] = (0, 1)  # softmax, the only one of these models
+        here["expert_weights_norm"] = (True,)
+        here["expert_feed_forward_length"] = (0, value("feed_forward_length"))
     window = value("attention.sliding_window")
     if isinstance(window, int) and window >= positions:
         here["attention.sliding_window"] = (window,)

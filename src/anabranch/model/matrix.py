@@ -1,4 +1,4 @@
-"""A quantised matrix in the format of its GGUF file.
+"""A matrix in the format of its GGUF file: floats, or quantised.
 
 N outputs (rows), D inputs.
 """
@@ -22,6 +22,8 @@ _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
+# The bits of floats, and their exponent if they are not finite.
+_FLOATS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
 _INFINITE = 0x7C  # the exponent of halves that are not finite, in their second byte
 AT_ONCE = 1 << 24  # bytes of rows that are in memory at a time
 _SCALE = 1 / 4096  # of random blocks: their values are of the order of a trained model's
@@ -29,7 +31,7 @@ _SCALE = 1 / 4096  # of random blocks: their values are of the order of a traine
 
 @dataclass(frozen=True, eq=False)
 class FileMatrix:
-    """A weight [N, D] in blocks of one of ggml's types.
+    """A weight [N, D] in one of ggml's types.
 
     rows   uint8 [N, bytes of a row], usually a part of a mapped file
     order  the row in ``rows`` of each output [N]; None: the same
@@ -67,9 +69,14 @@ class FileMatrix:
         self._give_back(0, len(self.rows))
 
     def finite(self) -> bool:
-        """Whether all scales and minima are finite."""
-        places = _HALVES.get(self.kind.name, ())
+        """Whether all values are, or all scales and minima."""
+        places, floats = _HALVES.get(self.kind.name, ()), _FLOATS.get(self.kind.name)
         for rows in self.pieces():
+            if floats is not None:
+                bits, exponent = rows.view(floats[0]), floats[1]
+                if bool(((bits & exponent) == exponent).any()):
+                    return False
+                continue
             blocks = rows.reshape(-1, GGML_QUANT_SIZES[self.kind][1])
             if any(bool(((blocks[:, at + 1] & _INFINITE) == _INFINITE).any()) for at in places):
                 return False

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from anabranch.model.network import Network
 from anabranch.model.quantize import GROUP, QuantizedWeight
 from anabranch.native import library as native
+from anabranch.native.arguments import IN_FILE_FORMATS
 
 __all__ = [
     "HeadTable",
@@ -117,8 +118,8 @@ class NativeLinear(nn.Module):
         exact = QuantizedWeight.exact(weight) if compact and isinstance(weight, Tensor) else None
         stored = weight if exact is None else exact
         if isinstance(stored, StoredWeight):
-            self.kind, self.dtype = "stored", torch.bfloat16
             self.packed, self._memory = stored
+            self.kind, self.dtype = IN_FILE_FORMATS[self.packed.kind == native.KINDS["floats"]], torch.bfloat16
         elif isinstance(stored, QuantizedWeight):
             q = stored.outputs(self._interleave) if gated else stored
             self.kind, self.dtype = q.kind if exact is None else "compact", torch.bfloat16
@@ -152,8 +153,8 @@ class NativeLinear(nn.Module):
 
     @property
     def of_rows(self) -> str:
-        """The kind of the rows that the weight multiplies: bfloat16 for a compact weight, else the weight's own."""
-        return "bfloat16" if self.kind == "compact" else self.kind
+        """The kind of the rows that the weight multiplies: bfloat16 for compact and "floats", else the weight's own."""
+        return "bfloat16" if self.kind in ("compact", "floats") else self.kind
 
     def as_int4(self) -> NativeLinear:
         """The weight in int4, for rows in int8; of a compact weight the stored values, in the same memory."""
@@ -187,7 +188,7 @@ class NativeLinear(nn.Module):
         """Rows of the unpacked weight for some outputs [...]: [..., in]."""
         if self.weight is not None:
             return self.weight[outputs]
-        if self.kind == "stored":
+        if self.kind in IN_FILE_FORMATS:
             rows = self.kernels.unpack_stored(self.packed, outputs.flatten().numpy())
             return rows.to(self.dtype).view(*outputs.shape, self.in_features)
         return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)[..., : self.in_features]
@@ -199,7 +200,7 @@ class NativeLinear(nn.Module):
 
     def dense(self) -> Tensor:
         """The unpacked (and dequantised) weight [out, in], rounded to the inputs' type."""
-        if self.kind == "stored":
+        if self.kind in IN_FILE_FORMATS:
             y = self.kernels.unpack_stored(self.packed).to(self.dtype)
         elif self.kind in ("int8", "int4", "compact"):
             # each column of the unit matrix is exact in int8, so its product is the weight's column
@@ -226,13 +227,13 @@ class SelectedOutputs(NativeLinear):
 
     @staticmethod
     def of(source: nn.Module) -> SelectedOutputs | None:
-        """An empty selection; None unless the weight is float32, int8 or stored, or has a screen, and has no bias.
+        """An empty selection; None unless the weight is float32, int8, stored or floats, or has a screen; with no bias.
 
-        All blocks of a stored weight have one format: it is a head.
+        All blocks of a weight in a file's formats have one: it is a head.
         """
         if not isinstance(source, NativeLinear) or source.offset is not None:
             return None
-        if source.kind in ("float32", "int8", "stored"):
+        if source.kind in ("float32", "int8", *IN_FILE_FORMATS):
             return SelectedOutputs(source, source.packed)
         return None if source.screen is None else SelectedOutputs(source, source.screen.native.copy)
 

@@ -19,7 +19,10 @@ __all__ = ["Network", "rounded"]
 
 
 class Network(nn.Module):
-    """Embedding, blocks, last norm and head. Each may be replaced by a quantised or packed module."""
+    """Embedding, blocks, last norm and head. Each may be replaced by a quantised or packed module.
+
+    of_rows  the type of activations; None: that of the norms
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -35,6 +38,7 @@ class Network(nn.Module):
         self.head: Any = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.head.weight = self.embedding.weight
+        self.of_rows: torch.dtype | None = None
         self._rope: Rope | None = None
 
     @property
@@ -44,8 +48,8 @@ class Network(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of weights and activations."""
-        return self.norm.weight.dtype
+        """The type of activations, and of weights that are not packed."""
+        return self.norm.weight.dtype if self.of_rows is None else self.of_rows
 
     def rope(self) -> Rope:
         """The rotation tables, made on the weights' device on first use."""

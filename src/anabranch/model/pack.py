@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
-from anabranch.model.experts_backend import ExpertsBackend
+from anabranch.model.experts_backend import backend_of
 from anabranch.model.kernel_use import native_for, products_for, warn_about_kernels
 from anabranch.model.native_linear import HeadTable, NativeLinear
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
-from anabranch.model.stack import NativeBackend, ProductsBackend, Stack
 from anabranch.native import library as native
 from anabranch.support.memory import give_back
 
@@ -271,12 +270,7 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
         )
         if exact and target.config.tied_head:
             target.embedding = HeadTable(target.head)
-        if not whole:
-            target.backend = ProductsBackend(kernels)
-        elif target.config.experts is None:
-            target.backend = NativeBackend(Stack.of_target(target))
-        else:
-            target.backend = ExpertsBackend(Stack.of_target(target))
+        target.backend = backend_of(target, kernels)
     elif narrow:
         target.head = PackedQuantized(head, dtype)
     else:

@@ -75,6 +75,7 @@ class Stack:
         assert kernels is not None, native.why_not()
         config = target.config
         self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
+        self.dtype = target.dtype
         self.kind = layers[0].qkv.of_rows  # of the rows between two products, one of native.KINDS
         self._window = config.sliding_window or 0  # 0: none
         self._kept: list[object] = []  # memory that the structs point to
@@ -304,7 +305,7 @@ class Stack:
         if norm not in self._norms:
             self._norms[norm] = norm_weight(norm).contiguous(), norm_bias(norm)
         weight, bias = self._norms[norm]
-        return self.kernels.norm(x, weight, norm.eps, norm.weight.dtype, bias=bias, layer=norm.kind == "layer")
+        return self.kernels.norm(x, weight, norm.eps, self.dtype, bias=bias, layer=norm.kind == "layer")
 
 
 def norm_weight(norm: Norm) -> Tensor:

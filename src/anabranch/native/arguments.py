@@ -13,6 +13,8 @@ from anabranch.native.structs import Packed
 
 __all__ = [
     "BLOCK",
+    "FLOATS",
+    "IN_FILE_FORMATS",
     "KINDS",
     "STORED_TYPES",
     "address",
@@ -26,12 +28,16 @@ __all__ = [
 
 BLOCK = 32  # outputs of a packed block
 # of packed weights
-KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3, "compact": 4, "stored": 5}
+KINDS = {"bfloat16": 0, "float32": 1, "int8": 2, "int4": 3, "compact": 4, "stored": 5, "floats": 6}
+# Kinds of weights in the formats of a GGUF file: multiplied by rows in int8; and floats alone, multiplied by floats.
+IN_FILE_FORMATS = ("stored", "floats")
 # The formats of stored weights by their names in GGUF files, and their numbers there (``stored.h``).
 STORED_TYPES = {
+    "F32": 0, "F16": 1, "BF16": 30,
     "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
     "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39,
 }  # fmt: skip
+FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
 def require(holds: bool, what: str, *values: object) -> None:
@@ -55,7 +61,7 @@ def address(array: NDArray[Any]) -> int:
 
 def packable(kind: str, weight: Tensor, scale: Tensor | None, least: Tensor | None) -> None:
     """Check a weight to pack and, if it is quantised, its scales; see ``Library.pack``."""
-    require(kind in KINDS and kind != "stored", "a weight of kind {} cannot be packed from values", kind)
+    require(kind in KINDS and kind not in IN_FILE_FORMATS, "a weight of kind {} cannot be packed from values", kind)
     require(weight.dim() == 2 and weight.numel() > 0, "a weight to pack has the shape {}", weight.shape)
     outputs, width = weight.shape
     plain = kind in ("bfloat16", "float32")
@@ -86,6 +92,7 @@ def rows_for(packed: Packed, x_MD: Tensor, bias_N: Tensor | None) -> tuple[Tenso
         KINDS["int8"],
         KINDS["int4"],
         KINDS["stored"],
+        KINDS["floats"],
         kind,
         *((KINDS["compact"],) if x_MD.dtype == torch.bfloat16 else ()),
     )

@@ -126,6 +126,10 @@ inline __m256 load8(const bf16* p) {
 inline F32x16 load16(const bf16* p) { return {load8(p), load8(p + 8)}; }
 inline F32x16 load16(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline F32x16 load16(const Rounded* p) { return load16(&p->value); }
+inline F32x16 load16(const Half* p) {
+  const auto eight = [&](int i) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))); };
+  return {eight(0), eight(8)};
+}
 inline F32x16 load16(const int8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};

@@ -95,6 +95,7 @@ inline F32x16 load16(const bf16* p) { return bf16_to_float(_mm256_loadu_si256(re
 
 inline F32x16 load16(const float* p) { return _mm512_loadu_ps(p); }
 inline F32x16 load16(const Rounded* p) { return load16(&p->value); }
+inline F32x16 load16(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline F32x16 load16(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }

@@ -23,7 +23,7 @@ void check_rows(const void* runner, const void* x, int kind, int count, const Pa
   require(runner != nullptr && w != nullptr && x != nullptr && to != nullptr, "a pointer is null");
   check(*w);
   require(kind == BF16 || kind == FLOAT, "rows are not bf16 or float32");
-  require(quantized(w->kind) || kind_of_rows(w->kind) == kind, "rows and a plain weight have different types");
+  require(quantized(w->kind) || w->kind == FLOATS || kind_of_rows(w->kind) == kind, "rows and a plain weight have different types");
   require(in_range(count, 0, MAX_VALUES), "the number of rows is out of range");
 }
 
@@ -132,7 +132,7 @@ int anabranch_multiplies() {
 int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
   return guarded([&] {
     check_shape(*w);
-    require(w->kind != STORED, "the size of a stored weight depends on its blocks");
+    require(!has_entries(w->kind), "the size of a stored weight depends on its blocks");
     *bytes = w->blocks() * w->block_bytes();
     return DONE;
   });
@@ -142,7 +142,7 @@ int anabranch_packed_bytes(const Packed* w, int64_t* bytes) {
 int anabranch_pack(const Packed* to, const void* w, const void* scales, const void* minima) {
   return guarded([&] {
     check(*to);
-    require(to->kind != STORED, "a stored weight is packed from a file's rows");
+    require(!has_entries(to->kind), "a stored weight is packed from a file's rows");
     require(w != nullptr && (to->kind < INT8 || scales != nullptr) && (!four_bits(to->kind) || minima != nullptr),
             "a weight to pack is null");
     void* data = const_cast<void*>(to->data);
@@ -169,7 +169,7 @@ int anabranch_stored_bytes(const int32_t* types, int blocks, int width, int64_t*
 int anabranch_start_stored(const Packed* to, const int32_t* types) {
   return guarded([&] {
     check(*to);
-    require(to->kind == STORED && types != nullptr, "a stored weight has no types");
+    require(has_entries(to->kind) && types != nullptr, "a stored weight has no types");
     write_entries(*to, types);
     return DONE;
   });
@@ -179,7 +179,7 @@ int anabranch_start_stored(const Packed* to, const int32_t* types) {
 int anabranch_check_stored(const Packed* w, int64_t bytes) {
   return guarded([&] {
     check(*w);
-    require(w->kind == STORED, "not a stored weight");
+    require(has_entries(w->kind), "not a stored weight");
     check_entries(*w, bytes);
     return DONE;
   });
@@ -193,7 +193,7 @@ int anabranch_pack_stored(void* runner, const Packed* to, int first, int every, 
     require(runner != nullptr && raw != nullptr && in_range(count, 1, to->outputs), "there are no rows to store");
     check(*to);
     const int blocks = (count + BLOCK - 1) / BLOCK;
-    require(to->kind == STORED && first >= 0 && every >= 1 && first + (blocks - 1) * every < to->blocks(), "there is no room");
+    require(has_entries(to->kind) && first >= 0 && every >= 1 && first + (blocks - 1) * every < to->blocks(), "there is no room");
     for (int i = 0; i < blocks; ++i) require(to->entry(first + i * every).type == type, "a block has another format");
     std::atomic<int> finite{1};
     Runner& self = ready(runner);
@@ -214,7 +214,7 @@ int anabranch_unpack_stored(const Packed* w, const int64_t* outputs, int count, 
   return guarded([&] {
     require(w != nullptr && outputs != nullptr && y != nullptr && count >= 0, "a pointer is null");
     check(*w);
-    require(w->kind == STORED, "not a stored weight");
+    require(has_entries(w->kind), "not a stored weight");
     for (int i = 0; i < count; ++i) require(in_range(outputs[i], 0, w->outputs - 1), "an output is out of range");
     for (int i = 0; i < count; ++i) unpack_stored(*w, static_cast<int>(outputs[i]), y + static_cast<int64_t>(i) * w->width);
     return DONE;
@@ -245,7 +245,7 @@ int anabranch_copy_outputs(const Packed* from, const int64_t* outputs, int count
     require(in_range(count, 0, to->outputs) && in_range(first, 0, to->outputs - count), "there is no room for the outputs");
     for (int i = 0; i < count; ++i) {
       require(in_range(outputs[i], 0, from->outputs - 1), "an output is out of range");
-      if (from->kind == STORED)
+      if (has_entries(from->kind))
         require(from->entry(static_cast<int>(outputs[i]) / BLOCK).type == to->entry((first + i) / BLOCK).type, "outputs of another format");
     }
     copy_outputs(*from, outputs, count, *to, first);

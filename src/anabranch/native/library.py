@@ -27,6 +27,7 @@ from anabranch.errors import DeviceError, InputError, OutOfMemoryError, Performa
 from anabranch.native import build, selection
 from anabranch.native.arguments import (
     BLOCK,
+    IN_FILE_FORMATS,
     KINDS,
     STORED_TYPES,
     address,
@@ -229,9 +230,10 @@ class Library(StoredWeights):
 
         A stored weight has the format of the other one's first block.
         """
-        if like.kind == KINDS["stored"]:
-            kind = ctypes.c_int32.from_address(like.data or 0).value
-            return self.stored([kind] * -(-outputs // BLOCK), outputs, like.width)
+        for name in IN_FILE_FORMATS:
+            if like.kind == KINDS[name]:
+                kind = ctypes.c_int32.from_address(like.data or 0).value
+                return self.stored([kind] * -(-outputs // BLOCK), outputs, like.width, kind=name)
         packed = Packed(None, outputs, like.width, like.kind)
         memory = torch.zeros(self._packed_bytes(packed), dtype=torch.uint8)
         packed.data = memory.data_ptr()

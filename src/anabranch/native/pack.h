@@ -9,8 +9,9 @@
 //          of the bytes (512 bytes a group), then the outputs' scales and minima in half precision:
 //          w = scale * value + minimum
 //   compact: as int4, for bf16 weights: w = bf16(scale * value + minimum), multiplied by rows of bf16
-//   stored: a format of GGUF files, which each block names (stored.h). Before the blocks, from the first byte on, there is an
-//          entry for each with its format, and its distance from the entry
+//   stored: a format of GGUF files, which each block names (stored.h), multiplied by rows in int8. Before the blocks, from the
+//          first byte on, there is an entry for each with its format, and its distance from the entry
+//   floats: the same with blocks in formats of floats only, multiplied by rows of bf16 or float
 #pragma once
 
 #include "simd.h"
@@ -22,16 +23,19 @@ namespace {
 constexpr int MAX_VALUES = 1 << 24;  // limit of widths and numbers of rows: products of two of them fit 64 bits
 
 // The format of a packed weight; see KINDS in library.py.
-enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3, COMPACT = 4, STORED = 5 };
+enum Kind : int32_t { BF16 = 0, FLOAT = 1, INT8 = 2, INT4 = 3, COMPACT = 4, STORED = 5, FLOATS = 6 };
 
-// the kind of rows that multiply weights of this kind; INT8 for all quantised ones
+// the kind of rows that multiply weights of this kind in a pass; INT8 for all quantised ones
 inline Kind kind_of_rows(int kind) {
-  return kind == INT4 || kind == STORED ? INT8 : kind == COMPACT ? BF16 : static_cast<Kind>(kind);
+  return kind == INT4 || kind == STORED ? INT8 : kind == COMPACT || kind == FLOATS ? BF16 : static_cast<Kind>(kind);
 }
 inline bool quantized(int kind) { return kind_of_rows(kind) == INT8; }
 
 // true for weights in four bits, with scales and minima
 inline bool four_bits(int kind) { return kind == INT4 || kind == COMPACT; }
+
+// true for weights whose blocks have entries
+inline bool has_entries(int kind) { return kind == STORED || kind == FLOATS; }
 
 // A block of a stored weight: its StoredType, and where it begins, relative to this entry.
 struct BlockEntry {
@@ -54,14 +58,14 @@ struct Packed {
   }
   const BlockEntry& entry(int b) const { return static_cast<const BlockEntry*>(data)[b]; }
   const char* block(int b) const {
-    if (kind == STORED) return reinterpret_cast<const char*>(&entry(b)) + entry(b).offset;
+    if (has_entries(kind)) return reinterpret_cast<const char*>(&entry(b)) + entry(b).offset;
     return static_cast<const char*>(data) + b * block_bytes();
   }
   int blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
 
   // the outputs from block ``first`` on
   Packed from(int first) const {
-    const void* start = kind == STORED ? static_cast<const void*>(&entry(first)) : block(first);
+    const void* start = has_entries(kind) ? static_cast<const void*>(&entry(first)) : block(first);
     return {start, outputs - first * BLOCK, width, kind};
   }
 };
@@ -143,12 +147,21 @@ inline int64_t stored_bytes(const int32_t* types, int blocks, int width) {
   return bytes;
 }
 
+// Checks that a weight of floats has blocks of floats only.
+inline void check_type(int kind, int type) {
+  bool floats = false;
+  with_stored_type(type, [&](auto format) { floats = format.FLOATS; });
+  require(kind != FLOATS || floats, "a weight of floats has a block of integers");
+}
+
 // Writes the entries of an empty stored weight.
 inline void write_entries(const Packed& to, const int32_t* types) {
   auto* entries = static_cast<BlockEntry*>(const_cast<void*>(to.data));
   int64_t at = stored_header_bytes(to.blocks());
-  for (int b = 0; b < to.blocks(); at += stored_block_bytes(types[b], to.width), ++b)
+  for (int b = 0; b < to.blocks(); at += stored_block_bytes(types[b], to.width), ++b) {
+    check_type(to.kind, types[b]);
     entries[b] = {types[b], 0, at - b * static_cast<int64_t>(sizeof(BlockEntry))};
+  }
 }
 
 // Checks the entries of a stored weight that was read from a file of ``bytes``.
@@ -158,6 +171,7 @@ inline void check_entries(const Packed& w, int64_t bytes) {
   for (int b = 0; b < w.blocks(); ++b) {
     require(w.entry(b).offset == at - b * static_cast<int64_t>(sizeof(BlockEntry)), "a stored weight's blocks are not in order");
     at += stored_block_bytes(w.entry(b).type, w.width);
+    check_type(w.kind, w.entry(b).type);
   }
   require(at == bytes, "a stored weight has another size");
 }
@@ -171,7 +185,7 @@ inline bool pack_stored_block(const uint8_t* const* raw_rows, int count, const P
     if (count < BLOCK) std::memset(block, 0, static_cast<size_t>(F::bytes(to.width)));
     for (int g = 0; g < to.width / BLOCK; ++g)
       for (int j = 0; j < count; ++j) {
-        RawGroup group;
+        GroupOf<F> group;
         read_group<F>(raw_rows[j], g, &group);
         finite = finite && is_finite<F>(group);
         put_group<F>(group, block, g, j);
@@ -194,7 +208,7 @@ inline void unpack_stored(const Packed& w, int output, float* to) {
 template <class F>
 inline void unpack_raw(const uint8_t* row, int width, float* to) {
   for (int g = 0; g < width / BLOCK; ++g) {
-    RawGroup group;
+    GroupOf<F> group;
     read_group<F>(row, g, &group);
     to_floats<F>(group, to + g * BLOCK);
   }
@@ -216,9 +230,9 @@ inline void copy_stored_output(const Packed& from, int output, const Packed& to,
 // the others are sequences of lines with four bytes of each output, except for stored ones.
 void copy_outputs(const Packed& from, const int64_t* outputs, int count, const Packed& to, int first) {
   constexpr int WORD = 4;
-  for (int i = 0; from.kind == STORED && i < count; ++i)
+  for (int i = 0; has_entries(from.kind) && i < count; ++i)
     copy_stored_output(from, static_cast<int>(outputs[i]), to, first + i);
-  if (from.kind == STORED) return;
+  if (has_entries(from.kind)) return;
   for (int i = 0; i < count; ++i) {
     const int output = static_cast<int>(outputs[i]), place = first + i;
     const char* source = from.block(output / BLOCK) + WORD * (output % BLOCK);
@@ -230,7 +244,7 @@ void copy_outputs(const Packed& from, const int64_t* outputs, int count, const P
 // ---- checks -------------------------------------------------------------------------------------------------------
 
 void check_shape(const Packed& w) {
-  require(in_range(w.kind, BF16, STORED), "unknown kind of packed weight");
+  require(in_range(w.kind, BF16, FLOATS), "unknown kind of packed weight");
   require(in_range(w.outputs, 1, MAX_VALUES) && in_range(w.width, 1, MAX_VALUES), "a packed weight's size is out of range");
   require(w.kind != BF16 || w.width % PER_LANE<bf16> == 0, "a packed bf16 weight has an odd width");
   require(w.kind < INT8 || w.width % BLOCK == 0, "a packed quantised weight's width is not a multiple of 32");

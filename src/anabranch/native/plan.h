@@ -306,7 +306,7 @@ void check(int kind, const Shape& s, const Layer& l) {
 
 void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const RaggedBatch* batch) {
   require(runner != nullptr && s != nullptr && layers != nullptr && batch != nullptr, "a pointer is null");
-  require(in_range(kind, BF16, STORED), "unknown kind of layers");
+  require(in_range(kind, BF16, FLOATS), "unknown kind of layers");
   check(*s, *batch);
   require(in_range(count, 1, 1 << 16), "there are no layers");
   // Since the last pass, weights have evicted the layer structs from the caches: prefetch all of them at once.

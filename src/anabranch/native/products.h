@@ -4,7 +4,8 @@
 // in tiles that share a read of a block of weights, and the threads of a job steal blocks from each other.
 //
 // T, the type of the rows, is Operand<bf16> or float, as the weights are, or QuantizedGroup for weights in int8 and int4.
-// Compact weights are expanded to bf16 in the caches, so that their products are those of bf16 weights to the bit.
+// Compact weights are expanded to bf16 in the caches, so that their products are those of bf16 weights to the bit. Floats of GGUF
+// files are expanded to float there.
 #pragma once
 
 #include <memory>
@@ -139,10 +140,58 @@ inline int multiply_compact(int m, int count, const T* x, const Packed& w, int b
   return n;
 }
 
+// 32 values of k of a block of floats, and of rows, as floats; prefetches ``bytes`` bytes from ``next`` on
+template <class V>
+inline void expand_floats(const V* from, const char* next, int64_t bytes, float* to) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(next + i);
+  for (int i = 0; i < BLOCK * BLOCK; i += 16) store16(to + i, load16(from + i));
+}
+template <class T>
+inline void row_values(const T* row, float* to) {
+  for (int i = 0; i < BLOCK; i += 16) store16(to + i, load16(row + i));
+}
+inline void row_values(const QuantizedGroup* row, float* to) {
+  for (int i = 0; i < BLOCK; i += 16) store16(to + i, load16(row->value + i) * broadcast(row->scale));
+}
+
+// acc += 32 values of k of ``count`` rows, at most MAX_TILE_ROWS, times those of a block
+inline void multiply_expanded(int count, const float* values, const float* weights, Sums& acc) {
+  if (count <= TILE_ROWS) return multiply_tile<float, 0>(count, values, BLOCK, weights, BLOCK, nullptr, acc);
+  for (int first = 0; first < count; first += TILE_ROWS) {
+    Sums part;
+    const int n = std::min(TILE_ROWS, count - first);
+    for (int i = 0; i < n; ++i) part[i][0] = acc[first + i][0], part[i][1] = acc[first + i][1];
+    multiply_tile<float, 0>(n, values + BLOCK * first, BLOCK, weights, BLOCK, nullptr, part);
+    for (int i = 0; i < n; ++i) acc[first + i][0] = part[i][0], acc[first + i][1] = part[i][1];
+  }
+}
+
+// ``multiply_rows_by`` for a block in a format of floats: each group is expanded in the first-level cache
+template <class F, class T>
+inline int multiply_floats(int m, int count, const T* x, const char* data, int width, Sums& acc) {
+  const int size = tile_rows<T>(count, width), n = std::min(size, count - m), tile = m / size;
+  const char* next = n == count ? data + PREFETCH_BYTES : data + F::bytes(width) + tile * (F::bytes(width) / 2);
+  const int64_t fetched = n == count ? F::GROUP : tile < 2 ? F::GROUP / 2 : 0;
+  const int64_t stride = row_offset<T>(1, width);
+  alignas(64) float weights[BLOCK * BLOCK], values[MAX_TILE_ROWS * BLOCK];
+  for (int g = 0; g < width / BLOCK; ++g, next += fetched) {
+    expand_floats(reinterpret_cast<const typename F::Value*>(data + F::group_at(g)), next, fetched, weights);
+    for (int i = 0; i < n; ++i) row_values(x + (m + i) * stride + row_offset<T>(1, BLOCK) * g, values + BLOCK * i);
+    multiply_expanded(n, values, weights, acc);
+  }
+  return n;
+}
+
 // ``multiply_rows_by`` for block b of any weight; rows have w.width values
 template <class T>
 inline int multiply_rows(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
   using P = Storage<T>;
+  if (w.kind == FLOATS) {
+    int n = 0;
+    with_float_type(w.entry(b).type,
+                    [&](auto format) { n = multiply_floats<decltype(format)>(m, count, x, w.block(b), w.width, acc); });
+    return n;
+  }
   if constexpr (std::is_same<P, bf16>::value)
     if (w.kind == COMPACT) return multiply_compact(m, count, x, w, b, acc);
   return multiply_rows_by<P, P>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
@@ -169,8 +218,13 @@ inline int multiply_rows(int m, int count, const QuantizedGroup* x, const Packed
     return multiply_rows_by<Int8, uint8_t>(m, count, x, w.width / BLOCK, w.block(b), w.block_bytes(), w.width, acc);
   if (w.kind == INT4) return multiply_stored_by<Int4>(m, count, x, w.block(b), w.width, acc);
   int n = 0;
-  with_stored_type(w.entry(b).type,
-                   [&](auto format) { n = multiply_stored_by<decltype(format)>(m, count, x, w.block(b), w.width, acc); });
+  with_stored_type(w.entry(b).type, [&](auto format) {
+    using F = decltype(format);
+    if constexpr (F::FLOATS)
+      n = multiply_floats<F>(m, count, x, w.block(b), w.width, acc);
+    else
+      n = multiply_stored_by<F>(m, count, x, w.block(b), w.width, acc);
+  });
   return n;
 }
 

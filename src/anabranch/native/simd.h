@@ -47,7 +47,7 @@
 //   U32x16 masked_load_u32(const int64_t* p, int n)    the low halves of the first n of 16 numbers, 0 elsewhere
 //
 // ---- memory; addresses need no alignment ----
-//   F32x16 load16(const P* p)            for float, bf16, int8_t
+//   F32x16 load16(const P* p)            for float, bf16, Half, int8_t
 //   void store16(P* p, x)                for float, bf16 and Operand<bf16>; rounds to nearest, ties to even
 //   F32x16 store_rounded(Operand<bf16>* p, x)          the same, and returns what was stored
 //   void store1(P* p, float x)           one value, same types and rounding as store16; of Rounded below
@@ -96,6 +96,11 @@
 namespace {
 
 using bf16 = uint16_t;
+
+// a value in half precision
+struct Half {
+  uint16_t bits;
+};
 
 constexpr int BLOCK = 32;  // outputs of a packed block, and values of a quantised group
 

@@ -1,6 +1,6 @@
 // Weights in the formats of GGUF files: rows of a file, and the same values in packed blocks.
 //
-// All formats are of one shape. A group has 32 values of an output as unsigned integers of LOW + HIGH bits, and a weight is
+// Formats of integers are of one shape. A group has 32 values of an output as unsigned integers of LOW + HIGH bits, and a weight is
 //
 //     scale * (value - OFFSET)   or, with a minimum,   scale * value + minimum,   in float.
 //
@@ -13,6 +13,8 @@
 //                  or 4 that are 4 of k apart
 //   its high bits  as many lines in the same way, with bytes of 8 values of 1 bit or 4 of 2
 //   its scales     and then minima of the 32 outputs: halves, or (SUB) bytes, of the first 16 values, then of the others
+//
+// In formats of FLOATS, a group has for each of its 32 values those of the 32 outputs, as the file stores them.
 #pragma once
 
 #include <cmath>
@@ -23,7 +25,7 @@ namespace {
 
 // The numbers of the formats in GGUF files (GGMLQuantizationType).
 enum StoredType : int32_t {
-  Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+  F32 = 0, F16 = 1, BF16_VALUES = 30, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
   IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39,
 };  // clang-format off
 
@@ -35,6 +37,7 @@ constexpr int8_t MX_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6,
 // RAW_BYTES: of a file's block, which has 256 values in SUB formats and else 32
 template <int LOW_BITS, int HIGH_BITS, int LESS, bool WITH_MINIMUM, int PARTS, bool SUB_SCALES, int FILE_BYTES>
 struct StoredFormat {
+  static constexpr bool FLOATS = false;
   static constexpr int LOW = LOW_BITS, HIGH = HIGH_BITS, OFFSET = LESS, HALVES = PARTS, RAW_BYTES = FILE_BYTES;
   static constexpr bool MINIMUM = WITH_MINIMUM, SUB = SUB_SCALES, CODES = LESS == CODE_OFFSET && LOW_BITS == 4;
   static constexpr const int8_t* TABLE = NO_CODES;
@@ -52,8 +55,22 @@ struct StoredFormat {
   static constexpr int64_t bytes(int width) { return head_at(width / BLOCK); }
 };
 
+template <class VALUE>
+struct FloatFormat {
+  using Value = VALUE;
+  static constexpr bool FLOATS = true;
+  static constexpr int RAW_VALUES = BLOCK, TOGETHER = 1, SIZE = static_cast<int>(sizeof(VALUE)), RAW_BYTES = BLOCK * SIZE;
+  static constexpr int GROUP = BLOCK * BLOCK * SIZE;
+
+  static constexpr int64_t group_at(int g) { return static_cast<int64_t>(g) * GROUP; }
+  static constexpr int64_t bytes(int width) { return group_at(width / BLOCK); }
+};
+
 template <int TYPE>
 struct Stored;
+template <> struct Stored<F32> : FloatFormat<float> {};
+template <> struct Stored<F16> : FloatFormat<Half> {};
+template <> struct Stored<BF16_VALUES> : FloatFormat<bf16> {};
 //                                       low high less  min  parts  sub  bytes
 template <> struct Stored<Q4_0> : StoredFormat<4, 0, 8, false, 1, false, 18> {};
 template <> struct Stored<Q4_1> : StoredFormat<4, 0, 0, true, 1, false, 20> {};
@@ -83,6 +100,9 @@ using Int4 = Stored<Q4_1>;
 template <class F>
 inline bool with_stored_type(int type, F&& f) {
   switch (type) {
+    case F32: return f(Stored<F32>{}), true;
+    case F16: return f(Stored<F16>{}), true;
+    case BF16_VALUES: return f(Stored<BF16_VALUES>{}), true;
     case Q4_0: return f(Stored<Q4_0>{}), true;
     case Q4_1: return f(Stored<Q4_1>{}), true;
     case Q5_0: return f(Stored<Q5_0>{}), true;
@@ -100,6 +120,17 @@ inline bool with_stored_type(int type, F&& f) {
   }
 }
 
+// the same for a format of floats
+template <class F>
+inline bool with_float_type(int type, F&& f) {
+  switch (type) {
+    case F32: return f(Stored<F32>{}), true;
+    case F16: return f(Stored<F16>{}), true;
+    case BF16_VALUES: return f(Stored<BF16_VALUES>{}), true;
+    default: return false;
+  }
+}
+
 // ---- rows of a file -----------------------------------------------------------------------------------------------
 
 // A group of an output: values (codes: indices), the halves of scale and minimum, and the integers that multiply them for the
@@ -109,6 +140,23 @@ struct RawGroup {
   uint16_t scale, minimum;
   uint8_t sub[2], sub_minimum[2];
 };
+
+// the same in a format of FLOATS
+template <class VALUE>
+struct FloatGroup {
+  VALUE value[BLOCK];
+};
+
+template <class F, bool FLOATS = F::FLOATS>
+struct GroupType {
+  using type = RawGroup;
+};
+template <class F>
+struct GroupType<F, true> {
+  using type = FloatGroup<typename F::Value>;
+};
+template <class F>
+using GroupOf = typename GroupType<F>::type;
 
 inline uint16_t half_at(const uint8_t* p) {
   uint16_t bits;
@@ -220,8 +268,11 @@ inline int64_t raw_row_bytes(int width) {
 
 // group g of a row
 template <class F>
-inline void read_group(const uint8_t* row, int g, RawGroup* to) {
-  read(F{}, row + static_cast<int64_t>(g / F::TOGETHER) * F::RAW_BYTES, g % F::TOGETHER, to);
+inline void read_group(const uint8_t* row, int g, GroupOf<F>* to) {
+  if constexpr (F::FLOATS)
+    std::memcpy(to, row + static_cast<int64_t>(g) * F::RAW_BYTES, F::RAW_BYTES);
+  else
+    read(F{}, row + static_cast<int64_t>(g / F::TOGETHER) * F::RAW_BYTES, g % F::TOGETHER, to);
 }
 
 // ---- values -------------------------------------------------------------------------------------------------------
@@ -233,13 +284,20 @@ inline float half_to_float(uint16_t bits) {
   return exponent == 31 ? std::numeric_limits<float>::quiet_NaN() : bits & 0x8000 ? -size : size;
 }
 
-template <class F>
-inline float scale_to_float(uint16_t bits) {
-  if (!F::POWERS) return half_to_float(bits);
+inline float bf16_to_float32(bf16 bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float x;
   std::memcpy(&x, &wide, 4);
   return x;
+}
+
+inline float value_to_float(float value) { return value; }
+inline float value_to_float(Half value) { return half_to_float(value.bits); }
+inline float value_to_float(bf16 value) { return bf16_to_float32(value); }
+
+template <class F>
+inline float scale_to_float(uint16_t bits) {
+  return F::POWERS ? bf16_to_float32(bits) : half_to_float(bits);
 }
 
 // the sub-scale in a byte
@@ -252,6 +310,11 @@ template <class F>
 inline bool is_finite(const RawGroup& group) {
   const auto finite = [](uint16_t half) { return (half & 0x7c00) != 0x7c00; };
   return F::POWERS || (finite(group.scale) && (!F::MINIMUM || finite(group.minimum)));
+}
+
+template <class F, class V>
+inline bool is_finite(const FloatGroup<V>& group) {
+  return std::all_of(group.value, group.value + BLOCK, [](V value) { return std::isfinite(value_to_float(value)); });
 }
 
 // the weights of a group
@@ -267,6 +330,11 @@ inline void to_floats(const RawGroup& group, float* to) {
     const int value = F::CODES ? F::TABLE[group.value[i]] : group.value[i] - F::OFFSET, h = i / 16;
     to[i] = F::MINIMUM ? std::fma(scale[h], static_cast<float>(value), minimum[h]) : scale[h] * static_cast<float>(value);
   }
+}
+
+template <class F, class V>
+inline void to_floats(const FloatGroup<V>& group, float* to) {
+  for (int i = 0; i < BLOCK; ++i) to[i] = value_to_float(group.value[i]);
 }
 
 // ---- blocks -------------------------------------------------------------------------------------------------------
@@ -309,21 +377,37 @@ inline void put_group(const RawGroup& group, uint8_t* block, int g, int j) {
   }
 }
 
-// Reads group g of output j of a block.
+template <class F, class V>
+inline void put_group(const FloatGroup<V>& group, uint8_t* block, int g, int j) {
+  uint8_t* to = block + F::group_at(g);
+  for (int i = 0; i < BLOCK; ++i) std::memcpy(to + F::SIZE * (i * BLOCK + j), &group.value[i], F::SIZE);
+}
+
+// the same in a format of integers, whose group begins at ``from``
 template <class F>
-inline RawGroup get_group(const uint8_t* block, int g, int j) {
-  RawGroup group{};
-  const uint8_t* from = block + F::group_at(g);
-  add_lines<F::LOW>(from, j, group.value, 0);
-  if constexpr (F::HIGH > 0) add_lines<F::HIGH>(from + 128 * F::LOW, j, group.value, F::LOW);
+inline void get_integers(const uint8_t* block, const uint8_t* from, int g, int j, RawGroup* to) {
+  add_lines<F::LOW>(from, j, to->value, 0);
+  if constexpr (F::HIGH > 0) add_lines<F::HIGH>(from + 128 * F::LOW, j, to->value, F::LOW);
   const uint8_t* scales = from + F::VALUE_BYTES;
   const uint8_t* halves = F::SUB ? block + F::head_at(g) : scales;
-  group.scale = half_at(halves + 2 * j);
-  if (F::MINIMUM) group.minimum = half_at(halves + 2 * BLOCK + 2 * j);
+  to->scale = half_at(halves + 2 * j);
+  if (F::MINIMUM) to->minimum = half_at(halves + 2 * BLOCK + 2 * j);
   for (int h = 0; F::SUB && h < 2; ++h) {
     const int at = F::HALVES == 2 ? BLOCK * h + j : j;
-    group.sub[h] = scales[at];
-    if (F::MINIMUM) group.sub_minimum[h] = scales[F::SCALE_BYTES + at];
+    to->sub[h] = scales[at];
+    if (F::MINIMUM) to->sub_minimum[h] = scales[F::SCALE_BYTES + at];
+  }
+}
+
+// Reads group g of output j of a block.
+template <class F>
+inline GroupOf<F> get_group(const uint8_t* block, int g, int j) {
+  GroupOf<F> group{};
+  const uint8_t* from = block + F::group_at(g);
+  if constexpr (F::FLOATS) {
+    for (int i = 0; i < BLOCK; ++i) std::memcpy(&group.value[i], from + F::SIZE * (i * BLOCK + j), F::SIZE);
+  } else {
+    get_integers<F>(block, from, g, j, &group);
   }
   return group;
 }

@@ -1,6 +1,8 @@
 """Weights in the formats of GGUF files, packed for the kernels with the same values (``stored.h``).
 
-A stored weight [N, D] consists of blocks of 32 outputs, each in a format of its own. Its memory holds no addresses, so
+A stored weight [N, D] consists of blocks of 32 outputs, each in a format of its own: integers with scales, or floats. A
+weight of floats alone is either a "stored" one, multiplied by rows in int8 like the others of its layer, or one of the
+kind "floats", multiplied by rows of floats. Its memory holds no addresses, so
 that it can be written to a file and used from there.
 """
 
@@ -56,19 +58,19 @@ class StoredWeights(ABC):
         self._call("stored_bytes", address(kinds), len(kinds), width, ctypes.byref(size))
         return size.value
 
-    def stored(self, types: Sequence[int], outputs: int, width: int) -> tuple[Packed, Tensor]:
-        """Room for a stored weight; the second value is its memory."""
+    def stored(self, types: Sequence[int], outputs: int, width: int, *, kind: str = "stored") -> tuple[Packed, Tensor]:
+        """Room for a weight of this kind (``IN_FILE_FORMATS``); the second value is its memory."""
         require(len(types) == -(-outputs // BLOCK), "{} formats for {} outputs", len(types), outputs)
         memory = self.allocate(self.stored_bytes(types, width))
-        packed, kinds = Packed(memory.data_ptr(), outputs, width, KINDS["stored"]), _kinds(types)
+        packed, kinds = Packed(memory.data_ptr(), outputs, width, KINDS[kind]), _kinds(types)
         self._call("start_stored", ctypes.byref(packed), address(kinds))
         return packed, memory
 
-    def adopt(self, memory: Tensor, outputs: int, width: int) -> Packed:
-        """A stored weight in memory that was read from a file. Raises AssertionError if it does not fit."""
+    def adopt(self, memory: Tensor, outputs: int, width: int, *, kind: str = "stored") -> Packed:
+        """A weight of this kind in memory that was read from a file. Raises AssertionError if it does not fit."""
         require(memory.is_cpu and memory.dtype == torch.uint8 and memory.is_contiguous(), "memory of another kind")
         require(memory.data_ptr() % 8 == 0, "memory of a stored weight is not aligned")
-        packed = Packed(memory.data_ptr(), outputs, width, KINDS["stored"])
+        packed = Packed(memory.data_ptr(), outputs, width, KINDS[kind])
         self._call("check_stored", ctypes.byref(packed), memory.numel())
         return packed
 
@@ -123,6 +125,7 @@ class StoredWeights(ABC):
 
 # values and bytes of a file's block of each format
 _SIZES = {
+    "F32": (32, 128), "F16": (32, 64), "BF16": (32, 64),
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),

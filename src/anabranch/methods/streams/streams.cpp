@@ -29,7 +29,7 @@ int anabranch_draft(int kind, void* runner, const DraftConfig* config, const voi
     require(runner != nullptr && config != nullptr && states != nullptr && tokens != nullptr && parents != nullptr &&
                 sources != nullptr && joints != nullptr,
             "a pointer is null");
-    require(in_range(kind, BF16, STORED), "unknown kind of draft");
+    require(in_range(kind, BF16, FLOATS), "unknown kind of draft");
     check(kind, *config, root);
     return with_row_type(kind, [&](auto row_type) {
       using T = typename decltype(row_type)::type;
