@@ -233,7 +233,8 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     writer.add_tensor("x", np.zeros(4, dtype=np.float32))
     finish(writer)
     with pytest.raises(
-        ModelError, match=r"'mamba' \(.*\); supported are gemma, gemma2, gemma3, gpt-oss, gpt2, gptneox, granite, llama,"
+        ModelError,
+        match=r"'mamba' \(.*\); supported are gemma, gemma2, gemma3, gpt-oss, gpt2, gptneox, granite, llama,",
     ):
         read_gguf(tmp_path / "toy.gguf")
 

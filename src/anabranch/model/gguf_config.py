@@ -318,6 +318,8 @@ def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
         config |= _gpt_oss(keys, rope, layers=layers)
     elif keys.architecture == "llama" and keys.get("expert_count"):
         return _mixtral(keys, config)
+    elif keys.architecture == "llama" and keys.get("expert_used_count"):
+        keys.refuse("expert_used_count", "but there are no experts")
     return config
 
 
@@ -421,7 +423,9 @@ def _mistral3(keys: _Keys, rope: Config) -> Config:
 
 def _experts(keys: _Keys, name: str) -> Config:
     """The number of experts, which has a ``name`` in each family, and of those that a token passes through."""
-    count, used = keys.need("expert_count"), keys.need("expert_used_count")
+    count, used = keys.need("expert_count"), keys.get("expert_used_count")
+    if not used:
+        keys.refuse("expert_count", "but not how many of them a token passes through")
     if not 0 < used <= count:
         keys.refuse("expert_used_count", f"but there are {count} experts")
     return {name: count, "num_experts_per_tok": used}
