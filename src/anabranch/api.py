@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, overload
@@ -22,8 +23,11 @@ from anabranch.control.profiles import Known, Situation, keep_choice, settle, tu
 from anabranch.declared import ChatKeywords, Keywords
 from anabranch.decoding import generation
 from anabranch.decoding.generation import Chunk, Generation
+from anabranch.decoding.prefix_files import PrefixFiles
+from anabranch.decoding.prefixes import Prefixes
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.scoring import Score, perplexity, score
+from anabranch.decoding.ticks import kept_bytes
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import LoadConfig
 from anabranch.methods import AUTO, Drafter, Spec, make_drafter, parse_spec, resolve_spec
@@ -32,6 +36,7 @@ from anabranch.model.load import Target
 from anabranch.options import Options, chat_options
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
 from anabranch.support.background import Worker
+from anabranch.support.files import cache_home
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.log import LOGGER
 from anabranch.support.memory import give_back
@@ -151,6 +156,26 @@ class Model:
     def scheduler(self) -> Scheduler:
         """The scheduler of all calls, for callers that work with token ids instead of text."""
         return self._scheduler
+
+    def keep_prefixes(self, *, memory: int | None = None, disk: int = 0, folder: str | Path | None = None) -> None:
+        """Set how much is kept of the keys and values of texts that ended, which later prompts may begin like.
+
+        memory  bytes; None: 64 MiB, or an eighth of the weights if more
+        disk    bytes of files, so that conversations survive a restart; 0: none. They hold the tokens of the texts
+        folder  of the files, of which other models' count too; None: in the cache folder
+
+        Raises InputError for negative sizes, and FileError for a folder that cannot be written.
+        """
+        for name, size in (("memory", memory or 0), ("disk", disk)):
+            if size < 0:
+                raise InputError(f"{name} must be at least 0, got {size}")
+        files = None
+        if disk:
+            facts = Situation.of(self.target, self.adapters)
+            if facts.kernels != "torch":  # their results do not depend on the number of threads
+                facts = replace(facts, threads=0)
+            files = PrefixFiles(cache_home() / "prefixes" if folder is None else Path(folder), repr(facts), disk)
+        self._scheduler.keep(Prefixes(kept_bytes(self.target.decoder) if memory is None else memory, files))
 
     @property
     def _modules(self) -> list[nn.Module]:

@@ -6,7 +6,7 @@ common beginning, and a text that continues another one adds only blocks of its 
     64 tokens -- 64 tokens -+- 64 tokens -- 12 tokens       two conversations with one system prompt
                             +- 41 tokens
 
-The least recently used blocks go first, from the ends of texts.
+The least recently used blocks go first, from the ends of texts. With ``files`` they stay on disk.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from anabranch.decoding.prefix_files import PrefixFiles, StoredBlock
 from anabranch.model.cache import Cache, shared_length
 
 __all__ = ["BLOCK", "Family", "Prefixes"]
@@ -33,16 +34,22 @@ class Family(NamedTuple):
 
 @dataclass(eq=False)
 class _Block:
-    """Keys and values [layers, K, n, E] of n tokens that follow those of ``parent``; a root has none."""
+    """Keys and values [layers, K, n, E] of n tokens that follow those of ``parent``; a root has none.
+
+    stored  in memory; None: on disk only
+    name    of its file; empty: it has none
+    """
 
     tokens: tuple[int, ...] = ()
     parent: _Block | None = None
     stored: tuple[Tensor, Tensor] | None = None
+    name: str = ""
     used: int = 0
     children: dict[tuple[int, ...], _Block] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory."""
         return 0 if self.stored is None else sum(part.nbytes for part in self.stored)
 
     def below(self) -> Iterator[_Block]:
@@ -65,17 +72,49 @@ class _Block:
 
 
 class Prefixes:
-    """The keys and values of texts, up to ``most`` bytes of them."""
+    """The keys and values of texts, up to ``most`` bytes of them in memory.
 
-    def __init__(self, most: int) -> None:
-        self.most, self.nbytes = most, 0
+    files  where they are kept too; texts of a LoRA are not, whose name may mean another one later
+    """
+
+    def __init__(self, most: int, files: PrefixFiles | None = None) -> None:
+        self.most, self.files, self.nbytes = most, files, 0
         self._roots: dict[Family, _Block] = {}
         self._clock = 0
+        self._open()
 
     def clear(self) -> None:
-        """Free everything."""
+        """Free the memory. Blocks on disk stay there."""
+        for block in [block for root in self._roots.values() for block in root.below()]:
+            block.stored = None
+            if not block.name and block.parent is not None:
+                del block.parent.children[block.tokens]
+        self.nbytes = 0
+
+    def close(self) -> None:
+        """Free the memory, after everything was written."""
+        if self.files is not None:
+            self.files.close()
+        self.files = None
         self._roots.clear()
         self.nbytes = 0
+
+    def _open(self) -> None:
+        """Take in the blocks on disk, each below the one before it."""
+        if self.files is None:
+            return
+        waiting: dict[tuple[int, str], list[StoredBlock]] = {}
+        for block in self.files.blocks():
+            waiting.setdefault((block.rotations, block.parent), []).append(block)
+        left = [(rotations, self._root(Family(None, rotations))) for rotations, parent in waiting if not parent]
+        while left:
+            rotations, above = left.pop()
+            for stored in waiting.get((rotations, above.name), ()):
+                above.children[stored.tokens] = made = _Block(stored.tokens, above, name=stored.name)
+                left.append((rotations, made))
+
+    def _root(self, family: Family) -> _Block:
+        return self._roots.setdefault(family, _Block())
 
     # -- looking up -------------------------------------------------------------------------------------
     def find(self, family: Family, tokens: Sequence[int]) -> int:
@@ -85,12 +124,16 @@ class Prefixes:
     def copy(self, family: Family, tokens: Sequence[int], cache: Cache, slot: int) -> int:
         """Write what is kept of ``tokens`` to the beginning of a slot; returns how many tokens."""
         self._clock += 1
-        start = 0
-        for block, count in self._path(family, tokens):
+        start, path = 0, list(self._path(family, tokens))
+        for block, count in path:
             block.used = self._clock
-            assert block.stored is not None
-            cache.put(slot, start, *(part[:, :, :count] for part in block.stored))
+            if (stored := block.stored or self._loaded(block, cache)) is None:
+                self._drop(block)
+                break
+            cache.put(slot, start, *(part[:, :, :count] for part in stored))
             start += count
+        if self.files is not None:
+            self.files.used([block.name for block, _ in path if block.name])
         return start
 
     def _path(self, family: Family, tokens: Sequence[int]) -> Iterator[tuple[_Block, int]]:
@@ -103,11 +146,21 @@ class Prefixes:
             yield found, count
             block, start = found if count == BLOCK else None, start + count
 
+    def _loaded(self, block: _Block, cache: Cache) -> tuple[Tensor, Tensor] | None:
+        """The keys and values of a block on disk, which are in memory again where it suffices."""
+        count = len(block.tokens)
+        like = cache.keys[:, 0, :, :count], cache.values[:, 0, :, :count]
+        stored = None if self.files is None else self.files.load(block.name, like)
+        if stored is not None and self._fits(count * cache.token_bytes):
+            block.stored = stored
+            self.nbytes += block.nbytes
+        return stored
+
     # -- keeping ----------------------------------------------------------------------------------------
     def keep(self, family: Family, tokens: Sequence[int], cache: Cache, slot: int) -> None:
         """Keep the keys and values of the first tokens of a slot, as many as memory suffices for."""
         self._clock += 1
-        block = self._roots.setdefault(family, _Block())
+        block, path = self._root(family), []
         for start in range(0, len(tokens), BLOCK):
             piece = tuple(tokens[start : start + BLOCK])
             child, count = block.closest(piece)
@@ -121,18 +174,48 @@ class Prefixes:
                 self.nbytes += child.nbytes
             child.used = self._clock
             block = child
+            path.append(child)
+        self._store(family, path)
+
+    def _store(self, family: Family, path: Sequence[_Block]) -> None:
+        """Store the blocks of a text that are not on disk yet, from its beginning on."""
+        if self.files is None or family.lora is not None:
+            return
+        above = ""
+        for block in path:
+            if not block.name:
+                name = self.files.name(above, family.rotations, block.tokens)
+                stored = StoredBlock(name, above, family.rotations, block.tokens)
+                if block.stored is None or not self.files.store(stored, block.stored):
+                    break
+                block.name = name
+            above = block.name
+        self.files.used([block.name for block in path if block.name])
 
     def _fits(self, needed: int) -> bool:
-        """Make room for so many bytes, without blocks of the text that is being kept; returns whether there is."""
+        """Make room for so many bytes, without blocks of the text in use; returns whether there is."""
         while self.nbytes + needed > self.most:
-            ends = [block for root in self._roots.values() for block in root.below() if not block.children]
+            ends = [
+                block
+                for root in self._roots.values()
+                for block in root.below()
+                if block.stored is not None and all(child.stored is None for child in block.children.values())
+            ]
             oldest = min(ends, key=lambda block: block.used, default=None)
             if oldest is None or oldest.used == self._clock:
                 return False
-            self._drop(oldest)
+            if oldest.name:
+                self.nbytes -= oldest.nbytes
+                oldest.stored = None
+            else:
+                self._drop(oldest)
         return True
 
     def _drop(self, block: _Block) -> None:
+        """Forget a block and those below it, on disk too."""
         assert block.parent is not None
         del block.parent.children[block.tokens]
-        self.nbytes -= block.nbytes
+        for each in (block, *block.below()):
+            self.nbytes -= each.nbytes
+            if each.name and self.files is not None:
+                self.files.remove(each.name)

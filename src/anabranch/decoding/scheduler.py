@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from anabranch.control.controller import Controller
 from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.prefixes import Prefixes
 from anabranch.decoding.ticket import Ticket, lending
 from anabranch.decoding.ticks import Ticks
 from anabranch.decoding.turn import Turn
@@ -73,6 +74,12 @@ class Scheduler(Ticks):
         """Decode at most ``rows`` requests at a time from now on; call before requests come."""
         assert not self.busy, "requests are in progress"
         self.rows = self._most = rows
+
+    def keep(self, prefixes: Prefixes) -> None:
+        """Keep texts there from now on; call before requests come."""
+        assert not self.busy, "requests are in progress"
+        self.prefixes.close()
+        self.prefixes = prefixes
 
     @property
     def waiting(self) -> int:
@@ -279,5 +286,5 @@ class Scheduler(Ticks):
             ticket.done = True
         self._waiting.clear()
         self._running.clear()
-        self.prefixes.clear()
+        self.prefixes.close()
         self.engine = self._second = None

@@ -34,7 +34,7 @@ from anabranch.drafting.drafter import Drafter
 from anabranch.errors import OutOfMemoryError
 from anabranch.model.decoder import Decoder
 
-__all__ = ["Ticks"]
+__all__ = ["Ticks", "kept_bytes"]
 
 SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode, where passes are not timed
 LEAST = 16  # tokens that a pass counts as at least: one over fewer takes as long
@@ -43,6 +43,11 @@ SHARED_SECONDS = 0.05  # the same while others decode, whose next tokens wait
 SHORTEST = 16  # tokens that a shared beginning must have to be copied
 AHEAD = 256  # tokens that a row has room for when it joins, besides those that it begins with
 PREFIX_BYTES = 2**26
+
+
+def kept_bytes(target: Decoder) -> int:
+    """Memory for the keys and values of texts that ended, unless told otherwise."""
+    return max(PREFIX_BYTES, sum(parameter.nbytes for parameter in target.parameters()) // 8)
 
 
 class Ticks:
@@ -59,8 +64,7 @@ class Ticks:
     def __init__(self, target: Decoder, *, rows: int, controller: Controller | None, prefix_bytes: int | None) -> None:
         self.target, self.rows = target, rows
         self._most = rows  # for which memory suffices
-        weights = sum(parameter.nbytes for parameter in target.parameters())
-        self.prefixes = Prefixes(max(PREFIX_BYTES, weights // 8) if prefix_bytes is None else prefix_bytes)
+        self.prefixes = Prefixes(kept_bytes(target) if prefix_bytes is None else prefix_bytes)
         self._controller = controller
         self.engine: Engine | None = None
         self._order = Order()
