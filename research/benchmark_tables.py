@@ -17,6 +17,7 @@ __all__ = [
     "added",
     "at_a_time",
     "before_after",
+    "certificates",
     "comparison",
     "kind_of",
     "machine_line",
@@ -159,6 +160,20 @@ def _exactness(result: Result) -> list[str]:
         "",
         *table(("equal", "methods"), [(equal, ", ".join(names)) for equal, names in by_count.items()], left=2),
     ]
+
+
+def certificates(results: Mapping[str, Result]) -> list[str]:
+    """Prompts whose tokens are those of plain decoding (``anabranch certify``), all results in one table."""
+    rows = [
+        (
+            *(f"`{stem}`", r["certified"]["model"], f"`{r['drafter']}`", r["certified"]["suite"]),
+            *(r["certified"]["max_new_tokens"], len(r["prompts"])),
+            *(r["counts"][verdict] for verdict in ("equal", "tie", "BUG")),
+        )
+        for stem, r in results.items()
+    ]
+    titles = ("result", "model", "drafter", "suite", "new tokens", "prompts", "equal", "ties", "bugs")
+    return table(titles, rows, left=4)
 
 
 def _memory(result: Result) -> list[str]:
@@ -428,6 +443,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = 
     ("Methods", ("compared",), _methods),
     ("Long context", ("passages", "rows"), _long_context),
     ("Exactness", ("methods", "what"), _exactness),
+    ("Certificates", ("certified", "counts"), _listed),
     ("Tuning", ("interval_90", "candidates"), _tune),
     ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
     ("Acceptance by kind of prompt", ("decoded", "prompts_of_a_kind"), _decoded),

@@ -14,7 +14,7 @@ from typing import Any
 
 from anabranch.bench.figures import leading
 from bar_chart import Bar, bar_chart
-from benchmark_tables import at_a_time, before_after, kind_of, machine_line, passes, table, tables_of
+from benchmark_tables import at_a_time, before_after, certificates, kind_of, machine_line, passes, table, tables_of
 from generated import ROOT, write_or_check
 from targets import LLAMA, TARGETS, Run, newest, ours, over, peer
 
@@ -32,7 +32,7 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, k
     ("engines", "How fast is it compared with other engines?", ("Drafters and other engines",)),
     ("load", "What is left of the gain with several prompts at a time?", ("Several prompts at a time",)),
     ("context", "What happens at long context?", ("Long context",)),
-    ("exactness", "Are the tokens those of plain decoding?", ("Exactness",)),
+    ("exactness", "Are the tokens those of plain decoding?", ("Certificates", "Exactness")),
     (
         "acceptance",
         "How much is accepted, and is it predicted well?",
@@ -48,7 +48,7 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, k
     ("training", "What does training take?", ("Training rates", "Segment attention", "Adapter search")),
     ("robustness", "How do damaged files end?", ("Fuzzing",)),
 )
-MERGED = {"Before and after": before_after, "Passes, before and after": passes}
+MERGED = {"Certificates": certificates, "Before and after": before_after, "Passes, before and after": passes}
 Result = Mapping[str, Any]
 Record = Mapping[str, Any]
 
@@ -106,7 +106,9 @@ def page(question: str, kinds: tuple[str, ...], results: Mapping[str, Result]) -
         lines += targets_table()
     for kind in kinds:
         chosen = {stem: result for stem, result in results.items() if kind_of(result) == kind}
-        if len(kinds) > 1 and chosen:
+        if not chosen:
+            continue
+        if len(kinds) > 1:
             lines += [f"## {kind}", ""]
         if kind in MERGED:
             lines += MERGED[kind](chosen)

@@ -26,6 +26,22 @@ def test_several_rows_at_a_time(anabranch: Anabranch, command: list[object]) -> 
     assert (done.code, done.out) == (0, "3 equal, 0 ties, 0 bugs of 3 prompts with streams:nodes=6\n")
 
 
+def test_the_result_is_written(
+    anabranch: Anabranch, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*command, "--drafter", "prompt_lookup", "--out", tmp_path / "new" / "found"]
+    monkeypatch.setattr("sys.argv", ["anabranch", *map(str, words)])
+    assert anabranch(*words).code == 0
+    found = json.loads((tmp_path / "new" / "found.json").read_text(encoding="utf-8"))
+    assert found["counts"] == {"equal": 3, "tie": 0, "BUG": 0}
+    assert [prompt["verdict"] for prompt in found["prompts"]] == ["equal"] * 3
+    assert found["certified"]["suite"] == "prompts.jsonl"
+    assert str(tmp_path) not in json.dumps(found)
+    again = anabranch(*words)
+    assert "--force" in again.err
+    assert again.code == 1
+
+
 def test_the_distribution(anabranch: Anabranch, command: list[object], tmp_path: Path) -> None:
     page = tmp_path / "new" / "page.html"
     done = anabranch(*command, *SAMPLING, "--limit", 1, "--html", page)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,6 +72,7 @@ class CertifyConfig:
         bool, typer.Option("--sampling", help="test the distribution of sampled tokens statistically")
     ] = False
     test: DistributionTest = field(default=DistributionTest())
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json")] = None
     force: options.Force = False
     as_json: options.AsJson = False
 
@@ -111,6 +112,10 @@ def certify(config: CertifyConfig) -> None:
 
 def _check(config: CertifyConfig) -> None:
     """Check the options of one mode or the other. Raises InputError or FileError."""
+    from anabranch.bench.journal import beside
+
+    if config.out is not None:
+        check_output(beside(config.out, ".json"), force=config.force)
     sampling = options.params(config.sampling)
     if not config.distribution:
         if config.test != DistributionTest():
@@ -155,12 +160,39 @@ def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[
         report=report,
     )
     counts = {verdict: sum(c.verdict == verdict for c in certificates) for verdict in ("equal", "tie", "BUG")}
+    found = {"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in certificates]}
+    _write(config, loaded, found)
     if config.as_json:
-        print(json.dumps({"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in certificates]}))
+        print(json.dumps(found))
     else:
         said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
         say(f"{said} of {len(certificates)} prompts with {drafter}")
     raise typer.Exit(1 if counts["BUG"] else 0)
+
+
+def _write(config: CertifyConfig, loaded: Loaded, found: dict[str, Any]) -> None:
+    """Write the result to ``--out`` if it is given, with the model, the prompts' source and the environment."""
+    from anabranch.bench.journal import beside
+    from anabranch.bench.report import environment
+    from anabranch.cli.bench_config import command
+    from anabranch.cli.layout import status_console
+    from anabranch.support.files import without_folders
+
+    if config.out is None:
+        return
+    target, path = loaded.target, beside(config.out, ".json")
+    certified = {
+        "model": without_folders(config.loading.model),
+        "fingerprint": target.fingerprint,
+        "quantize": target.quantize,
+        "dtype": str(target.decoder.dtype).removeprefix("torch."),
+        "suite": Path(config.prompts.suite).name,
+        "max_new_tokens": config.max_new_tokens,
+    }
+    found = found | {"drafter": without_folders(found["drafter"])}
+    result = {"command": command(), "environment": environment(target.decoder.device), "certified": certified, **found}
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    status_console().print(f"wrote {path}")
 
 
 # -- the same distribution -----------------------------------------------------------------------------------------
@@ -182,8 +214,10 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
     if config.test.html is not None:
         page = html_page(certificate, loaded.target.title, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
         write_atomically(config.test.html, page)
+    found = {"model": loaded.target.title, **certificate.to_dict()}
+    _write(config, loaded, found)
     if config.as_json:
-        print(json.dumps({"model": loaded.target.title, **certificate.to_dict()}))
+        print(json.dumps(found))
     else:
         print_tables([_table(certificate)])
         say(f"{certificate.verdict}: {certificate.reason} ({certificate.drafter}, rule {certificate.rule})")
