@@ -73,3 +73,14 @@ def running(settings: Settings = SETTINGS, **toy: Any) -> Iterator[Server]:
             server.should_exit = True
             thread.join()
             listening.close()
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+TEMPLATE = (
+    "{% if tools %}{% for t in tools %}T{{ t['function']['name'] }}{% endfor %}{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% for c in m.get('tool_calls', []) %}"
+    "<{{ c['function']['name'] }}{{ c['function']['arguments'] | tojson }}>{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)

@@ -6,33 +6,15 @@ The toy cannot write a call, so where one is needed its tokens are given another
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import Server, running
+from served import CALL, TOOL, Server
 
 from anabranch.serve.conversation import PREAMBLE, template_messages
 from anabranch.serve.failures import RequestError
 
 CHAT = "/v1/chat/completions"
-TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
-TEMPLATE = (
-    "{% if tools %}{% for t in tools %}T{{ t['function']['name'] }}{% endfor %}{% endif %}"
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{% for c in m.get('tool_calls', []) %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Server]:
-    """A server whose template takes tools."""
-    with running() as server:
-        for model in (server.service.model, server.reference):
-            model.tokenizer.chat_template = TEMPLATE
-        yield server
 
 
 def test_the_model_sees_tools_and_earlier_calls(caller: Server) -> None:
@@ -47,7 +29,7 @@ def test_the_model_sees_tools_and_earlier_calls(caller: Server) -> None:
     ]
     found = caller.ask("/tokenize", messages=talk, tools=[TOOL])["tokens"]
     text = caller.reference.tokenizer.decode(found)
-    call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+    call = '<look{"at": 1}>'
     assert text == f"Tlook[user]a[assistant]{call}[tool]seen[assistant]"
     assert caller.ask("/tokenize", messages=talk[:1], tools=[])["tokens"] == caller.reference.chat_ids(talk[:1])
 
@@ -85,21 +67,6 @@ def test_tool_choice_and_the_forms_of_tools(caller: Server) -> None:
     for tools in ([{"type": "web_search"}], [{"type": "function", "function": {}}], [{"type": "function"}]):
         assert caller.post(CHAT, messages=talk, tools=tools).json()["error"]["param"] == "tools"
     assert caller.post(CHAT, messages=talk, tools=[TOOL], tool_choice={"type": "function"}).status_code == 400
-
-
-@pytest.fixture
-def speaking(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let the model's texts be given ones: the tokens stay the model's, the text is replaced where it is decoded."""
-
-    def say(text: str) -> None:
-        from anabranch.decoding.detokenizer import Detokenizer
-
-        monkeypatch.setattr(Detokenizer, "text", property(lambda self: text))
-        given = iter(text[at : at + 3] for at in range(0, len(text), 3))
-        monkeypatch.setattr(Detokenizer, "add", lambda self, tokens: next(given, ""))
-        monkeypatch.setattr(Detokenizer, "finish", lambda self: "".join(given))
-
-    return say
 
 
 def test_calls_in_whole_and_streamed_answers(caller: Server, speaking: Any) -> None:

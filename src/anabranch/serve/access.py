@@ -109,27 +109,38 @@ class Log:
 
 
 class Access:
-    """Lets only requests with an API key through, but for paths that tell nothing of others; no keys: everyone."""
+    """Lets only requests with an API key through, but for paths that tell nothing of others; no keys: everyone.
+
+    The request's ``state.key`` says whose it is, for fairness: the number of the key, or the client's address.
+    """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[bytes]) -> None:
         self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it with status 401."""
-        open_to_all = not self.keys or scope["type"] != "http" or scope["path"] in OPEN or scope["method"] == "OPTIONS"
-        if not open_to_all and not self._known(Headers(scope=scope)):
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        open_to_all = not self.keys or scope["path"] in OPEN or scope["method"] == "OPTIONS"
+        number = self._number(Headers(scope=scope))
+        client = scope.get("client")
+        scope["state"]["key"] = (client[0] if client else "") if number is None else f"key {number}"
+        if number is None and not open_to_all:
             failure = RequestError(401, "a valid API key is needed, as a bearer token", code="invalid_api_key")
             response = Json(in_form(failure, scope["path"]), failure.status, headers=failure.headers)
             await response(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _known(self, headers: Headers) -> bool:
+    def _number(self, headers: Headers) -> int | None:
+        """Which of the keys a request has."""
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         data = given.encode("latin-1", "replace")
         # all keys are compared, and in constant time, so that the time tells nothing of them
-        return sum(hmac.compare_digest(data, key) for key in self.keys) > 0
+        equal = [hmac.compare_digest(data, key) for key in self.keys]
+        return equal.index(True) if any(equal) else None
 
 
 class Body:

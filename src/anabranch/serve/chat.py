@@ -13,6 +13,7 @@ from sse_starlette.event import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from anabranch.declared import Keywords
 from anabranch.decoding.generation import Chunk, Generation
 from anabranch.serve.conversation import template_messages, tools_of
 from anabranch.serve.failures import RequestError, failure_of, in_form
@@ -44,15 +45,11 @@ class ChatBody(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    response_format: dict[str, Any] | None = None
 
     def turn(self) -> Turn:
         """The conversation. Raises RequestError."""
         if self.add_generation_prompt is False and not self.continue_final_message:
             raise RequestError(400, "add_generation_prompt=false is not supported", param="add_generation_prompt")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise RequestError(400, f"response_format of type {kind!r} is not supported", param="response_format")
         return Turn(
             template_messages(self.messages),
             tools_of(self.tools),
@@ -81,7 +78,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     turn = body.turn()
     call = await run_in_threadpool(_call, service, body, turn)
     request.state.call = call
-    answer = service.begin(call)
+    answer = service.begin(call, request.state.key)
     written = _Written(service, body, turn, call)
     if body.stream:
         return event_stream(written.stream(answer), service, call.headers)
@@ -90,15 +87,13 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
 
 def _call(service: Service, body: ChatBody, turn: Turn) -> Call:
-    keywords = body.keywords(service.model.target.generation)
-    if lora := service.lora_of(body.model):
-        keywords["lora"] = lora
+    extra: Keywords = {}
     if body.logprobs:
-        keywords |= {"log_probs": True, "top_log_probs": body.top_logprobs or 0}
+        extra = {"log_probs": True, "top_log_probs": body.top_logprobs or 0}
     elif body.top_logprobs:
         raise RequestError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return prepared(service, turn, keywords, most=most, n=body.n or 1, whole=not body.stream, unused=body.unused())
+    return prepared(service, turn, body, most=most, extra=extra)
 
 
 class _Written:

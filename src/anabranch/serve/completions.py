@@ -48,7 +48,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     service: Service = request.app.state.service
     call = await run_in_threadpool(_call, service, body)
     request.state.call = call
-    answer = service.begin(call)
+    answer = service.begin(call, request.state.key)
     written = _Written(service, body, call)
     if body.stream:
         return event_stream(written.stream(answer), service, call.headers)
@@ -71,7 +71,7 @@ def _call(service: Service, body: CompletionBody) -> Call:
             raise RequestError(400, "echo with logprobs cannot be streamed; leave stream out", param="echo")
         scores = [ScoreJob(ids, lora, body.logprobs) for ids in prompts]
     if most:
-        jobs = service.jobs(prompts, keywords, most=most, n=n, whole=not body.stream)
+        jobs = service.jobs(prompts, keywords, most=most, n=n, whole=not body.stream, priority=body.priority or 0)
     elif body.echo and not body.stream:
         jobs = []  # only the prompt itself
     else:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from anabranch.declared import Keywords
 from anabranch.model.generation_config import GenerationDefaults
 from anabranch.serve.failures import RequestError
+from anabranch.serve.structure import structure_of
 from anabranch.support.jsonfiles import shown
 
 __all__ = ["NEUTRAL", "Body", "Sampling", "StreamOptions"]
@@ -38,6 +39,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
     "chat_template": (),
+    "grammar": ("",),  # llama.cpp's, in a language of its own
+    "json_schema": (),
+    "structural_tag": (),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
@@ -74,6 +78,13 @@ class Body(BaseModel):
         return sorted(names)
 
 
+STRUCTURES = (
+    "response_format",
+    "structured_outputs",
+    *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")),
+)
+
+
 class StreamOptions(BaseModel):
     """Options of a stream: whether its end, or each chunk, has the usage."""
 
@@ -100,6 +111,13 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=2**31, description="smaller ones come first")
     drafter: str | None = Field(None, description="none: plain decoding; null: the server's drafter")
 
     def keywords(self, defaults: GenerationDefaults) -> Keywords:
@@ -127,6 +145,7 @@ class Sampling(Body):
         if self.drafter not in (None, "auto", "none"):
             raise RequestError(400, f"drafter must be 'none' or 'auto', got {self.drafter!r}", param="drafter")
         given["drafter"] = self.drafter
+        given |= structure_of({name: getattr(self, name) for name in STRUCTURES})
         return {name: value for name, value in given.items() if value is not None}  # type: ignore[return-value]
 
     def _bias(self) -> dict[int, float] | None:

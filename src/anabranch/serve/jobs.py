@@ -18,7 +18,8 @@ __all__ = ["Event", "Job", "ScoreJob"]
 class Job:
     """One sequence to decode, and what became of it. Times are those of ``time.monotonic``.
 
-    arrived  when its request came
+    arrived   when its request came
+    priority  higher ones come first
     joined   when it was given a row
     first    when its first token came, and ``last`` its last one
     """
@@ -27,6 +28,7 @@ class Job:
     drafter: Drafter
     stop: tuple[str, ...]
     arrived: float
+    priority: int = 0
     whole: bool = False
     ticket: Ticket | None = None
     output: Output | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from anabranch.api import Model
@@ -32,7 +32,7 @@ class Call:
     n: int
     jobs: Sequence[Job]
     scores: Sequence[ScoreJob] = ()
-    unused: Sequence[str] = field(default=())
+    unused: Sequence[str] = ()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -71,13 +71,21 @@ class Service:
         raise RequestError(404, f"there is no model {name!r} here, only {known}", param="model", code="model_not_found")
 
     def jobs(
-        self, prompts: Sequence[list[int]], keywords: Keywords, *, most: int | None, n: int, whole: bool
+        self,
+        prompts: Sequence[list[int]],
+        keywords: Keywords,
+        *,
+        most: int | None,
+        n: int,
+        whole: bool,
+        priority: int = 0,
     ) -> list[Job]:
         """The checked sequences of some prompts. Raises RequestError, InputError, CapabilityError or OutOfMemoryError.
 
         most   new tokens; None: as many as the context and the server allow
         n      samples of each prompt, with seeds that count up
         whole  whether only the whole text is wanted
+        priority  smaller ones come first, as in vLLM
         """
         arrived = time.monotonic()
         limit = self.settings.max_tokens
@@ -99,18 +107,19 @@ class Service:
             for seed in options.seeds(1)[0]:
                 request = options.request(list(ids), self.model.target, seed)
                 scheduler.check(request, drafter)
-                jobs.append(Job(request, drafter, stop, arrived, whole))
+                jobs.append(Job(request, drafter, stop, arrived, -priority, whole))
         return jobs
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
         self.draining = True
 
-    def begin(self, call: Call) -> Answer:
-        """Queue a call. Raises RequestError if there is no room."""
+    def begin(self, call: Call, key: str) -> Answer:
+        """Queue a call of a client's (``access.Access``). Raises RequestError if there is no room."""
         if self.draining:
             raise RequestError(503, "the server is shutting down; send the request to another one", retry=5)
-        return self.worker.put([*call.jobs, *call.scores], time.monotonic() + self.settings.request_seconds)
+        deadline = time.monotonic() + self.settings.request_seconds
+        return self.worker.put([*call.jobs, *call.scores], deadline, key)
 
     def card(self, name: str) -> dict[str, Any]:
         """A model as ``/v1/models`` lists it."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Piece", "Style", "ToolReader", "style_of"]
+__all__ = ["CLOSE", "OPEN", "Piece", "Style", "ToolReader", "style_of"]
 
 Style = Literal["tags", "parameters", "json"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

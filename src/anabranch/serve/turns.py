@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.declared import Keywords
+from anabranch.declared import STRUCTURES, Keywords
 from anabranch.model.text import ChatTemplate, template_reads
 from anabranch.prompts import conversation_ids
 from anabranch.serve.conversation import described_tools
 from anabranch.serve.failures import RequestError
+from anabranch.serve.fields import Sampling
 from anabranch.serve.service import Call, Service
+from anabranch.serve.structure import call_grammar
 from anabranch.serve.toolcalls import Style, ToolReader, style_of
 
 __all__ = ["Turn", "prepared", "prompt_of"]
@@ -41,6 +43,18 @@ class Turn:
         """The tools that it is shown."""
         return () if self.choice == "none" else self.tools
 
+    def forced(self, style: Style) -> Keywords:
+        """The option of a call that makes the model call a tool, where it has no choice. Raises RequestError."""
+        if self.choice in ("auto", "none"):
+            return {}
+        tools = [tool for tool in self.tools if self.choice in ("required", tool["function"]["name"])]
+        if not tools:
+            asked = "one" if self.choice == "required" else repr(self.choice)
+            raise RequestError(
+                400, f"tool_choice asks for {asked}, which is not among the request's tools", param="tool_choice"
+            )
+        return {"grammar": call_grammar(tools, style)}
+
     def reader(self, style: Style | None) -> ToolReader:
         """A reader of one answer."""
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.offered}
@@ -50,10 +64,6 @@ class Turn:
 def prompt_of(service: Service, turn: Turn) -> list[int]:
     """The token ids of a conversation. Raises RequestError, InputError or CapabilityError."""
     tokenizer = service.model.tokenizer
-    if turn.choice not in ("auto", "none"):
-        raise RequestError(
-            400, f"tool_choice={turn.choice!r} is not supported; leave it to the model", param="tool_choice"
-        )
     if turn.offered and style(service) is None:
         raise RequestError(
             400, "the model writes tool calls in a form that is not parsed here; leave tools out", param="tools"
@@ -75,10 +85,20 @@ def style(service: Service) -> Style | None:
     return style_of(template if isinstance(template, str) else str(template))
 
 
-def prepared(
-    service: Service, turn: Turn, keywords: Keywords, *, most: int | None, n: int, whole: bool, unused: Sequence[str]
-) -> Call:
-    """The call of a conversation, with ``n`` samples; ``most`` and ``whole`` as in ``Service.jobs``."""
-    ids = prompt_of(service, turn)
-    jobs = service.jobs([ids], keywords, most=most, n=n, whole=whole)
+def prepared(service: Service, turn: Turn, body: Sampling, *, most: int | None, extra: Keywords | None = None) -> Call:
+    """The call of a conversation with the options of its request, and ``extra`` ones; ``most`` as in ``Service.jobs``.
+
+    Raises RequestError, InputError, CapabilityError or OutOfMemoryError.
+    """
+    keywords: Keywords = {**body.keywords(service.model.target.generation), **(extra or {})}
+    if lora := service.lora_of(body.model):
+        keywords["lora"] = lora
+    unused, ids, n = body.unused(), prompt_of(service, turn), body.n or 1
+    if turn.offered and any(name in keywords for name in STRUCTURES):
+        raise RequestError(
+            400, "an answer in a given format cannot call tools; leave one of them out, or set tool_choice to 'none'"
+        )
+    keywords |= turn.forced(style(service) or "tags")
+    whole, priority = not body.stream, body.priority or 0
+    jobs = service.jobs([ids], keywords, most=most, n=n, whole=whole, priority=priority)
     return Call([ids], n, jobs, unused=unused)

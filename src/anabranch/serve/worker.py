@@ -36,12 +36,14 @@ class Answer:
     """The parts of one request: put in together, read as events within ``with answer:``, which cancels what is left.
 
     deadline  the time of ``time.monotonic`` at which it ends in any case
+    key       whose it is, for fairness among clients
     left      parts that have not ended
     """
 
     worker: Worker
     parts: Sequence[Job | ScoreJob]
     deadline: float
+    key: str
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class Worker:
         """The sequences that decode or wait, for those who only look."""
         return list(self._decoding)
 
-    def put(self, parts: Sequence[Job | ScoreJob], deadline: float) -> Answer:
+    def put(self, parts: Sequence[Job | ScoreJob], deadline: float, key: str) -> Answer:
         """Queue an answer of checked jobs. Raises RequestError where the queue is full or decoding has ended."""
         if self.broken is not None:
             raise RequestError(503, "the server cannot decode any more; restart it")
@@ -119,7 +121,7 @@ class Worker:
             self._metrics.refused.inc()
             raise RequestError(503, f"{self._size} sequences decode or wait already; try again later", retry=1)
         self._size += len(parts)
-        answer = Answer(self, parts, deadline)
+        answer = Answer(self, parts, deadline, key)
         self._inbox.put(("put", answer))
         return answer
 
@@ -169,7 +171,9 @@ class Worker:
                 self._scoring.append((answer, part, job))
                 continue
             try:
-                job.ticket = self.model.scheduler.submit(job.request, job.drafter, checked=True)
+                job.ticket = self.model.scheduler.submit(
+                    job.request, job.drafter, checked=True, key=answer.key, priority=job.priority
+                )
             except Exception as error:  # the model was closed
                 self._produced.append((answer, Event(part, error=error)))
                 continue
