@@ -1,8 +1,8 @@
 """Build a transformers tokenizer from the fields of a GGUF file.
 
-Byte-level BPE tokenizers are built here because transformers (5.23) supports the pre-tokenisation of a few models only:
-it does not split SmolLM's digits, so ``"\\n\\n1."`` gets other ids than in training. SentencePiece vocabularies go
-through transformers' own conversion.
+They are built here because transformers (5.24) supports the pre-tokenisation of a few models only: it does not split
+SmolLM's digits, so ``"\\n\\n1."`` gets other ids than in training. SentencePiece vocabularies, which it reads for a few
+architectures, become byte-pair encodings of characters whose merges follow from the scores of the pieces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from anabranch.support.jsonfiles import shown
 
 __all__ = ["build_tokenizer", "end_tokens", "unused_keys"]
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+Metadata = Mapping[str, Any]
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
+_SPACE = "▁"  # in SentencePiece vocabularies
 
 # Keys of end tokens, and the texts of tokens that end a text in every file, as in llama.cpp. Those of the second group
 # are also ordinary text, so they end a text only if they are control tokens.
@@ -33,9 +36,6 @@ _ENDS = {
     *("<|call|>", "<end_of_turn>", "<end_of_utterance>"),
 }
 _CONTROL_ENDS = {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
-
-# Architectures whose SentencePiece vocabularies transformers (5.24) reads; today's Mistral and Granite have none.
-_WITH_PIECES = {"llama", "phi3", "gemma2", "gemma3"}
 
 # The keys below tokenizer.ggml: supported; without effect on decoding; and refused unless they are off.
 _READ = {
@@ -82,11 +82,11 @@ _SPLITS: dict[str, str] = {
 _WHOLE_WORDS = {*_LLAMA3_NAMES, "tekken"}
 
 
-def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
+def build_tokenizer(path: Path, metadata: Metadata) -> Any:
     """The tokenizer of a GGUF file, including special tokens and the chat template.
 
     Args:
-        path: the file, from which transformers reads SentencePiece vocabularies.
+        path: the file, for messages.
         metadata: its fields by GGUF name.
 
     Raises:
@@ -105,15 +105,7 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         if kind == "gpt2":
             tokenizer = _byte_level(path, metadata)
         elif kind == "llama":
-            if (architecture := metadata["general.architecture"]) not in _WITH_PIECES:
-                raise ModelError(
-                    f"{path} has a SentencePiece tokenizer, which cannot be read for the architecture "
-                    f"{shown(architecture)}; load the model's safetensors folder instead"
-                )
-            from transformers import AutoTokenizer  # imports the names of all models
-
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-            _set_prefix_space(tokenizer, metadata.get("tokenizer.ggml.add_space_prefix"))
+            tokenizer = _pieces(metadata)
         else:
             raise ModelError(f"{path} has a tokenizer of type {kind!r}; supported are gpt2 (byte-level) and llama")
         template = metadata.get("tokenizer.chat_template")
@@ -124,7 +116,7 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+def end_tokens(metadata: Metadata) -> list[int]:
     """The tokens that end a text or a turn: those that the file names, and those known by their text.
 
     The first is the file's end of text.
@@ -139,7 +131,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def unused_keys(metadata: Mapping[str, Any]) -> Iterable[str]:
+def unused_keys(metadata: Metadata) -> Iterable[str]:
     """The keys of a file that are not supported and do not change the model."""
     for key in metadata:
         name = key.removeprefix("tokenizer.ggml.")
@@ -147,7 +139,7 @@ def unused_keys(metadata: Mapping[str, Any]) -> Iterable[str]:
             yield key
 
 
-def _refused(path: Path, metadata: Mapping[str, Any], key: str) -> ModelError:
+def _refused(path: Path, metadata: Metadata, key: str) -> ModelError:
     key = f"tokenizer.ggml.{key}"
     return ModelError(
         f"{path} sets {key} to {shown(metadata[key])}, which is not supported; load the model's safetensors folder "
@@ -155,18 +147,49 @@ def _refused(path: Path, metadata: Mapping[str, Any], key: str) -> ModelError:
     )
 
 
-def _set_prefix_space(tokenizer: Any, wanted: bool | None) -> None:
-    """Put a space before a text or not, as the file says; transformers (5.24) decides by the architecture."""
-    if wanted is None or tokenizer.tokenize("a")[0].startswith("▁") == wanted:
-        return
-    backend, parts = tokenizer.backend_tokenizer, [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    spaces = normalizers.Replace(" ", "▁")
-    backend.pre_tokenizer = None
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if wanted else spaces
-    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if wanted else parts)
+def _pieces(metadata: Metadata) -> Any:
+    """The tokenizer of a SentencePiece vocabulary: characters, of which the pair with the best score is merged first.
+
+    Spaces are written as ``_SPACE``, one is put before each text if the file says so, as llama.cpp does, and characters
+    without a piece become bytes.
+    """
+    types = _types(metadata)
+    tokens = [
+        token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
+        for token, kind in zip(metadata["tokenizer.ggml.tokens"], types, strict=True)
+    ]
+    normal = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
+    scores = dict(zip(tokens, metadata["tokenizer.ggml.scores"], strict=True))
+    named, vocabulary = _named_tokens(metadata, tokens), {token: index for index, token in enumerate(tokens)}
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=_merges({token: scores[token] for token in tokens if token in normal}),
+        unk_token=named.get("unk_token"),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    architecture = metadata["general.architecture"]
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", not architecture.startswith("gemma"))
+    backend, spaces = Tokenizer(model), normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefixed else parts)
+    return _finished(backend, metadata, tokens, begins=True, normalized=not prefixed)
 
 
-def _byte_level(path: Path, metadata: Mapping[str, Any]) -> Any:
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, the best score first, then the longest first part, as in Hugging Face."""
+    found = []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            first, second = piece[:cut], piece[cut:]
+            if first in scores and second in scores:
+                found.append((-score, -cut, -len(second), first, second))
+    found.sort(key=lambda merge: merge[:3])
+    return [merge[3:] for merge in found]
+
+
+def _byte_level(path: Path, metadata: Metadata) -> Any:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2" if metadata["general.architecture"] == "gpt2" else None)
@@ -181,23 +204,43 @@ def _byte_level(path: Path, metadata: Mapping[str, Any]) -> Any:
     if pre in _QWEN2_NAMES:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    for token, token_type in zip(tokens, types, strict=False):
-        if token_type == _CONTROL:
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
+    return _finished(backend, metadata, tokens, begins=whole_words)
+
+
+def _types(metadata: Metadata) -> list[int]:
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or []
+    return types or [_NORMAL] * len(metadata["tokenizer.ggml.tokens"])
+
+
+def _finished(
+    backend: Tokenizer, metadata: Metadata, tokens: list[str], *, begins: bool, normalized: bool = False
+) -> Any:
+    """The tokenizer of a backend, with special tokens, and those that begin and end a text.
+
+    begins      a text has a first token where the file does not say so
+    normalized  words of the user's are found in the normalised text
+    """
+    architecture, types = metadata["general.architecture"], _types(metadata)
+    # as in llama.cpp, which drops spaces after them
+    stripped = {"phi3": frozenset(tokens) - {"<unk>", "<s>", "<|endoftext|>"}}.get(architecture, frozenset())
+    added: dict[int, list[AddedToken]] = {_CONTROL: [], _USER_DEFINED: []}
+    for token, kind in zip(tokens, types, strict=False):
+        if kind in added:
+            strip = kind == _CONTROL and token in stripped
+            special = kind == _CONTROL
+            added[kind].append(AddedToken(token, special=special, normalized=normalized and not special, rstrip=strip))
+    backend.add_special_tokens(added[_CONTROL])
+    backend.add_tokens(added[_USER_DEFINED])
     named = _named_tokens(metadata, tokens)
     bos, eos = named.get("bos_token"), named.get("eos_token")
-    before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", whole_words) else []
+    before = [bos] if bos and metadata.get("tokenizer.ggml.add_bos_token", begins) else []
     after = [eos] if eos and metadata.get("tokenizer.ggml.add_eos_token", False) else []
     if before or after:
         backend.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
             pair=[*before, "$A", "$B", *after],
-            special_tokens=[(token, vocabulary[token]) for token in (*before, *after)],
+            special_tokens=[(token, tokens.index(token)) for token in (*before, *after)],
         )
-    architecture = metadata["general.architecture"]
     return PreTrainedTokenizerFast(
         tokenizer_object=_Uncopied(backend),
         clean_up_tokenization_spaces=False,
@@ -216,7 +259,7 @@ class _Uncopied:
         return self._backend
 
 
-def _named_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+def _named_tokens(metadata: Metadata, tokens: list[str]) -> dict[str, str]:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{field}_token_id") for name, field in names.items()}
     return {name: tokens[index] for name, index in ids.items() if index is not None}
