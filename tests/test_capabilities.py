@@ -14,7 +14,7 @@ import torch
 import anabranch as public
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
-from anabranch.capabilities import COMBINED, QUESTIONS, StandIn, matrix, supports
+from anabranch.capabilities import ALPHABET, COMBINED, QUESTIONS, StandIn, matrix, supports
 from anabranch.declared import CALL
 from anabranch.decoding.engine import Request
 from anabranch.drafting.settings import Settings
@@ -25,7 +25,7 @@ from anabranch.methods.quantized_draft.copy import QuantizedCopy
 from anabranch.model.pack import pack_decoder
 from anabranch.native import library as native
 from anabranch.options import Options
-from small import Words, decode, prompt, randomise
+from small import decode, prompt, randomise
 from toy_text import toy_model
 from verbs import Anabranch
 
@@ -43,13 +43,6 @@ def fitting(stand_in: StandIn, drafters: Sequence[str] = DRAFTERS) -> list[str]:
     """Leave out quantised copies except for bf16 weights on the native kernels."""
     fits = QuantizedCopy.fits(stand_in.target.decoder)
     return [drafter for drafter in drafters if fits or not drafter.startswith("quantized_draft")]
-
-
-class Spoken(Words):
-    """Words that generation can decode."""
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return super().decode(ids)
 
 
 def made(dtype: torch.dtype = torch.float32, quantize: str = "none", *, packed: bool = False) -> StandIn:
@@ -80,7 +73,7 @@ def stand_in() -> StandIn:
 def model(stand_in: StandIn) -> Iterator[Model]:
     """The same target with the same modules, as a user has them."""
     adapters = [LoadedAdapter(stand_in.module(m), {"sha256": "0" * 64}, m) for m in methods() if m.trained is not None]
-    with Model(replace(stand_in.target, tokenizer=Spoken()), adapters, "none") as loaded:
+    with Model(stand_in.target, adapters, "none") as loaded:
         yield loaded
 
 
@@ -113,7 +106,9 @@ def check_exact(stand_in: StandIn, drafter: str, plain: list[list[int]], rows: i
     for request, mine, wanted in zip(asked, found, itertools.compress(plain, allowed), strict=True):
         if exact and request.rule == "match":
             assert mine == wanted
-        assert len(mine) == request.max_new_tokens
+        assert len(mine) == request.max_new_tokens or mine[-1] in request.stop_ids
+        if request.sampling.constraint is not None:
+            assert all(ALPHABET[token].islower() for token in mine)
         assert all(0 <= token < target.config.vocab_size for token in mine)
 
 

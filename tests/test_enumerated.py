@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.decoding.engine import Engine, Request
@@ -20,11 +22,11 @@ from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.weights import build_decoder
-from anabranch.sampling import SamplingParams
+from anabranch.sampling import Constraint, SamplingParams
 from anabranch.tree import DraftTree
 from enumerated import Draws, drawn_from, outcomes
 from small import LLAMA, randomise, small_adapter
-from toy_distribution import pair_probs
+from toy_distribution import next_probs, pair_probs
 from toy_tables import write
 
 WORDS, TEXT, TEMPERATURE = 4, [1, 3, 2], 2.0
@@ -36,11 +38,44 @@ def model(seed: int, words: int = WORDS) -> Decoder:
     return found
 
 
+class NoTwins:
+    """A constraint: no token follows itself, nor a 0 a 2."""
+
+    def allowed(self, tokens: Sequence[int], vocabulary: int) -> NDArray[np.bool_]:
+        return np.array([self.allows(tokens, token) for token in range(vocabulary)])
+
+    def allows(self, tokens: Sequence[int], token: int) -> bool:
+        return tokens[-1] != token and (tokens[-1], token) != (0, 2)
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        return []
+
+    def next_probs(self, target: Decoder, text: Sequence[int]) -> Tensor:
+        """The distribution after a text: the target's, of the tokens that are allowed."""
+        allowed_V = next_probs(target, text, TEMPERATURE) * torch.from_numpy(self.allowed(text, WORDS))
+        return allowed_V / allowed_V.sum()
+
+    def pair_probs(self, target: Decoder, text: Sequence[int], skipped: int) -> Tensor:
+        """The joint distribution [V, V] of two tokens after ``skipped`` others."""
+        first_V = self.next_probs(target, text)
+        after = [[*text, token] for token in range(WORDS)]
+        if not skipped:
+            return first_V[:, None] * torch.stack([self.next_probs(target, each) for each in after])
+        parts = [self.pair_probs(target, each, skipped - 1) for each in after]
+        return (first_V[:, None, None] * torch.stack(parts)).sum(0)
+
+
 def distribution(
-    target: Decoder, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, *, skipped: int = 0
+    target: Decoder,
+    drafter: Drafter,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    skipped: int = 0,
+    constraint: Constraint | None = None,
 ) -> tuple[Tensor, float]:
     """The joint distribution [V, V] of two tokens after ``skipped`` others, and the mean number of drafts accepted."""
-    asked = Request(TEXT, skipped + 2, SamplingParams(temperature=TEMPERATURE), rule="rejection")
+    sampling = SamplingParams(temperature=TEMPERATURE, constraint=constraint)
+    asked = Request(TEXT, skipped + 2, sampling, rule="rejection")
     engine = Engine(target, drafter, capacity=16)
 
     def decode(draws: Draws) -> tuple[list[int], int]:
@@ -141,6 +176,29 @@ def test_other_sampled_drafts_with_rejection(
     found, accepted = distribution(target, made(target, tmp_path), monkeypatch, skipped=skipped)
     wanted = pair_probs(target, TEXT, skipped=skipped, temperature=TEMPERATURE)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert 0 < accepted < 1
+
+
+@pytest.mark.parametrize(
+    ("made", "skipped"),
+    [
+        pytest.param(chain_of_ngrams, 0, id="ngram"),
+        pytest.param(eagle, 0, id="eagle"),
+        pytest.param(streams("chain"), 1, id="streams chain"),
+        pytest.param(streams("product,k=2,depth=1"), 1, id="streams product"),
+        *(
+            pytest.param(lambda target, _, shape=shape: DraftModelDrafter(target, model(4), shape), 0, id=str(shape))
+            for shape in (DraftModelSettings("chain", tokens="2"), DraftModelSettings("without", tokens="1", k="3"))
+        ),
+    ],
+)
+def test_rejection_under_a_constraint(
+    made: Callable[[Decoder, Path], Drafter], skipped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are sampled without the constraint; those that it forbids have probability 0 of being accepted."""
+    target, rule = model(3), NoTwins()
+    found, accepted = distribution(target, made(target, tmp_path), monkeypatch, skipped=skipped, constraint=rule)
+    torch.testing.assert_close(found, rule.pair_probs(target, TEXT, skipped), rtol=0, atol=1e-6)
     assert 0 < accepted < 1
 
 

@@ -311,6 +311,9 @@ class Model:
         lora=None         the name of a loaded LoRA (``load(loras=)``); None: the target as it is
         on_prompt=None    function (prompt tokens processed, prompt tokens in total), called after each chunk of 512
 
+        prediction=None   text (or token ids) that the new one is expected to resemble: it becomes drafts, and changes
+                          nothing but the speed (``stats.accepted_prediction_tokens``)
+
         At most one of these says which texts there are (docs/structure.md); the text ends where it is one of them:
 
         schema=None       write JSON of a JSON schema: a dictionary, its JSON, or a pydantic model

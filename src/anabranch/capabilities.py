@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +57,8 @@ __all__ = [
 
 LAYERS = 16  # of the stand-in: as many as any recipe's module needs
 WORDS = 64
+ALPHABET = 'abcdefghijklmnopqrstuvwxyz0123456789 "{}[]:,.-+*/\\_ABCDEFGHIJKL'  # and an end token
+REGEX = "[a-z]{40}"  # a constraint that no short text completes
 COMBINED = "combined"
 # the columns of the table: a call for every drafter
 QUESTIONS: dict[str, dict[str, Any]] = {
@@ -66,6 +68,9 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "rejection, greedy": {"rule": "rejection"},
     "rejection, sampled": {"rule": "rejection", "temperature": 1.0},
     "rejection, penalty": {"rule": "rejection", "temperature": 1.0, "repetition_penalty": 1.2},
+    "regex, greedy": {"regex": REGEX},
+    "regex, sampled": {"regex": REGEX, "temperature": 1.0},
+    "regex, rejection": {"regex": REGEX, "temperature": 1.0, "rule": "rejection"},
     "log probs": {"log_probs": True},
     "batch": {"prompts": 8},
     "stream": {"stream": True},
@@ -163,19 +168,43 @@ def supports(
     return support_of(question)
 
 
+class Letters:
+    """The tokenizer of the stand-in: a token for each letter of ``ALPHABET``."""
+
+    all_special_ids = (WORDS - 1,)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """The tokens of a text of these letters."""
+        return [ALPHABET.index(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        """The text of tokens; the end token has none."""
+        return "".join(ALPHABET[token : token + 1] for token in ids)
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """The letters of tokens, or of one."""
+        return self.decode([ids]) if isinstance(ids, int) else [self.decode([token]) for token in ids]
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """The text of letters."""
+        return "".join(tokens)
+
+
 class StandIn:
     """A small Llama with random weights in a target's place, for which every method has what it needs."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
         # of sizes that the native kernels take
         config = ModelConfig(
-            *("llama", WORDS, 32, LAYERS, 2, 1, 32, 64, 4096), rope=RopeConfig(dim=32, max_positions=4096)
+            *("llama", WORDS, 32, LAYERS, 2, 1, 32, 64, 4096),
+            rope=RopeConfig(dim=32, max_positions=4096),
+            eos_token_ids=(WORDS - 1,),
         )
         kind = rounding_of(quantize)
         with torch.random.fork_rng(devices=[]):
             decoder = build_decoder(config, device="cpu").to(device, dtype)
         quantize_decoder(decoder, kind)
-        self.target = Target(decoder, None, config, "stand-in", None, "0" * 64, kind)
+        self.target = Target(decoder, Letters(), config, "stand-in", None, "0" * 64, kind)
         self._folder = Path(tempfile.mkdtemp(prefix="anabranch-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._modules: dict[str, TrainedModule] = {}

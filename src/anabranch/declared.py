@@ -231,6 +231,10 @@ schemas = allowed(
     "a JSON schema: a dictionary, its JSON, or a pydantic model",
     lambda value: isinstance(value, str | Mapping | bool) or hasattr(value, "model_json_schema"),
 )
+predictions = allowed(
+    "a text or a list of token ids",
+    lambda value: isinstance(value, str) or (_is_list(value) and all(map(_is_id, value))),
+)
 lora_name = allowed("the name of a loaded LoRA", lambda value: isinstance(value, str))
 
 
@@ -315,6 +319,12 @@ class Keywords(ScoreKeywords, total=False):
         Option("write JSON of this JSON schema, given as JSON or as a file of it", schemas, metavar="JSON|FILE"),
     ]
     regex: Annotated[str | None, Option("write a text that this regular expression matches", regex)]
+    prediction: Annotated[
+        str | Sequence[int] | None,
+        Option(
+            "draft from the text in this file, which the new text is expected to resemble", predictions, metavar="FILE"
+        ),
+    ]
     grammar: Annotated[str | None, Option("write a text of the Lark grammar in this file", lark, metavar="FILE")]
 
 

@@ -12,7 +12,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Spec, parse_spec
 from anabranch.model.generation_config import GenerationDefaults
 from anabranch.model.load import Target
-from anabranch.model.text import ChatTemplate, template_reads
+from anabranch.model.text import ChatTemplate, encode, template_reads
 from anabranch.processors import first_penalty, score_processors
 from anabranch.sampling import Constraint, SamplingParams
 from anabranch.structure.grammar import compiled, source_of
@@ -133,7 +133,15 @@ class Options:
             on_prompt=values["on_prompt"],
             lora=values["lora"],
             top_log_probs=int(values["top_log_probs"]),
+            prediction=self._prediction(target),
         )
+
+    def _prediction(self, target: Target) -> Sequence[int]:
+        """The tokens of the text that is expected; none if there is none."""
+        given = self.values["prediction"]
+        if given is None:
+            return ()
+        return encode(target.tokenizer, given, add_special_tokens=False) if isinstance(given, str) else tuple(given)
 
     def _constraint(self, target: Target, start: int, ends: frozenset[int]) -> Constraint | None:
         """The constraint of a text after ``start`` tokens. Raises InputError or CapabilityError."""

@@ -265,6 +265,33 @@ class DraftTree:
         best = sorted(range(self.size), key=rank.__getitem__, reverse=True)[:budget]
         return self.select(sorted(best))
 
+    def grafted(self, node: int, tokens: Sequence[int], shares: Sequence[float], source: str) -> DraftTree:
+        """Return the tree with a chain of tokens below a node, along the nodes that have these tokens already.
+
+        9 (0) -- 1 (1) with the chain 1, 2 below the root is 9 (0) -- 1 (1) -- 2 (2).
+
+        shares  the probability of each token given those before it. A node that is there already keeps the higher
+                probability, and the source with it
+        """
+        above = list(map(int, self.parents))
+        words, sources, joints = self.tokens.tolist(), list(self.sources), self._path_log_probs()
+        at = node
+        for token, share in zip(tokens, shares, strict=True):
+            below = self.children(at) if at < self.size else ()
+            known = next((child for child in below if words[child] == token), None)
+            joint = joints[at] + math.log(share)
+            if known is None:
+                words.append(token)
+                above.append(at)
+                sources.append(source)
+                joints.append(joint)
+            elif joint > joints[known]:
+                sources[known], joints[known] = source, joint
+            at = len(words) - 1 if known is None else known
+        return DraftTree.unchecked(
+            np.array(words, np.int64), np.array(above, np.int64), tuple(sources), np.array(joints, np.float32)
+        )
+
     def beside(self, other: DraftTree) -> DraftTree:
         """Return both trees below their common root: the nodes of ``other`` follow this tree's, without merging.
 

@@ -50,7 +50,7 @@ class GenerateConfig:
         default_factory=chosen(
             *("max_new_tokens", "min_new_tokens", *options.SAMPLING, "n"),
             *("rule", "stop", "stop_token_ids", "top_log_probs"),
-            *("schema", "regex", "grammar"),
+            *("schema", "regex", "grammar", "prediction"),
             stop=(),
             seed=(0,),
         )
@@ -88,8 +88,7 @@ class GenerateConfig:
     def keywords(self) -> Keywords:
         """The options of a call for one sample."""
         stop = tuple(map(options.unescaped, self.call["stop"] or ()))
-        structure = options.structure(self.call)
-        return {**self.call, **structure, "n": 1, "seed": self.seeds[0], "stop": stop or None}
+        return {**self.call, **options.from_files(self.call), "n": 1, "seed": self.seeds[0], "stop": stop or None}
 
 
 @configured

@@ -36,7 +36,7 @@ __all__ = ["OPTIONS", "run"]
 
 OPTIONS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "drafter"),
-    *STRUCTURES,
+    *(*STRUCTURES, "prediction"),
 )
 PROMPTS = ("prompt", "messages", "token_ids")
 ROWS = 8  # prompts decoded at the same time

@@ -42,11 +42,11 @@ __all__ = [
     "UsageError",
     "check_at_least",
     "decoded",
+    "from_files",
     "load",
     "params",
     "sampling",
     "standard_input",
-    "structure",
     "unescaped",
 ]
 
@@ -224,14 +224,17 @@ _ESCAPE = re.compile(r"\\(?:([ntr\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
-def structure(call: Keywords) -> Keywords:
-    """The options ``schema`` and ``grammar`` with the contents of the files that they name. Raises FileError."""
-    schema, grammar = call.get("schema"), call.get("grammar")
+def from_files(call: Keywords) -> Keywords:
+    """The options schema, grammar and prediction with the contents of the files that they name. Raises FileError."""
+    texts: Keywords = {}
+    schema, grammar, prediction = call.get("schema"), call.get("grammar"), call.get("prediction")
     if isinstance(schema, str) and not schema.lstrip().startswith("{") and schema not in ("true", "false"):
-        schema = read_whole(Path(schema).expanduser())
+        texts["schema"] = read_whole(Path(schema).expanduser())
     if grammar is not None:
-        grammar = read_whole(Path(grammar).expanduser())
-    return {"schema": schema, "grammar": grammar}
+        texts["grammar"] = read_whole(Path(grammar).expanduser())
+    if isinstance(prediction, str):
+        texts["prediction"] = read_whole(Path(prediction).expanduser())
+    return texts
 
 
 def unescaped(text: str) -> str:

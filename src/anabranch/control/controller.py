@@ -311,7 +311,7 @@ class Controller:
         probs = {
             b: rows[b].acceptance(trees[b]) if trees[b].size > 1 else [1.0]
             for b, drafter in enumerate(drafters)
-            if drafter.adaptive and plans[drafter].nodes
+            if drafter.adaptive and (plans[drafter].nodes or trees[b].size > 1)
         }
         for drafter in {drafters[b] for b in probs}:
             plan = plans[drafter]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.expected import Expected
 from anabranch.errors import CapabilityError, InputError, OutOfMemoryError
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.none import NoDrafter
@@ -38,6 +39,7 @@ class Request:
     emitted    how many of the last prompt tokens an earlier request emitted, which this one continues; a target with
                rows of its own (``Decoder.rider``) has them at these tokens too
     lora       the name of the LoRA that its row decodes with; None: the target as it is
+    prediction  tokens that the new text is expected to resemble, for drafts
     """
 
     prompt_ids: Sequence[int]
@@ -50,12 +52,15 @@ class Request:
     emitted: int = 0
     lora: str | None = None
     top_log_probs: int = 0
+    prediction: Sequence[int] = ()
 
 
 class Member:
     """A row of the batch with its request and drafter.
 
     limit  the length at which its text ends
+    begin  where its new text begins
+    expected  drafts from the text that is expected of it; None: none is
     greedy  its tokens follow from the most probable ones, which its constraint may correct (``Scores``)
     rides  whether the pass of its first step may read the end of its prompt
     ready  whether it takes part in steps
@@ -66,12 +71,19 @@ class Member:
         self.ready = False
         prompt = [int(t) for t in request.prompt_ids]
         self.row = Row(prompt, len(prompt), request.sampling.unconstrained, request.rule)
+        self.begin = len(prompt) - request.emitted
+        self.expected = Expected(request.prediction) if request.prediction else None
         self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
         sampling, self.constraint = request.sampling.unconstrained, request.sampling.constraint
         self.greedy = (
             sampling.greedy and not sampling.needs_history and not (request.log_probs or request.top_log_probs)
         )
+
+    @property
+    def guided(self) -> bool:
+        """Return whether something is known of its text that makes drafts (``guided``)."""
+        return self.constraint is not None or self.expected is not None
 
     @property
     def unread(self) -> int:
@@ -298,6 +310,18 @@ class Batch:
                 raise CapabilityError(
                     f"rows of the drafter {drafter.name!r} ride in the target's pass, which takes no LoRA per request; "
                     "use another drafter or placement, or merge the LoRA (lora=)"
+                )
+        if request.prediction:
+            check_tokens(request.prediction, target.config.vocab_size, "the prediction")
+            if request.rule != "match":
+                raise CapabilityError(
+                    f"a prediction is no sample, so rule={request.rule!r} would not be exact; use rule='match', or "
+                    "leave the prediction out"
+                )
+            if isinstance(drafter, NoDrafter):
+                raise CapabilityError(
+                    "drafter='none' drafts nothing, not even a prediction; use another drafter, such as "
+                    "'prompt_lookup', or leave the prediction out"
                 )
         drafter.check(request.sampling.unconstrained, request.rule)
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from anabranch.control.controller import Controller, Plan
 from anabranch.control.costs import costs_of
 from anabranch.decoding.batch import Batch, FinishReason, Member, Request, takes_loras
+from anabranch.decoding.guided import guided
 from anabranch.decoding.scores import Scores
 from anabranch.drafting.drafter import Call, Drafter, Observation
 from anabranch.errors import NumericsError
@@ -288,8 +289,11 @@ class Engine(Batch):
                 drafted = drafter.draft([rows[b] for b in places], self._plans[drafter].nodes)
             for b, tree in zip(places, drafted, strict=True):
                 trees[b] = tree
+        for b, member in enumerate(members):
+            if member.guided:
+                trees[b] = guided(member, trees[b], member.drafter.max_nodes)
         counts = [tree.size - 1 for tree in trees]
-        if any(drafter.adaptive and self._plans[drafter].nodes for drafter in groups):
+        if any(drafter.adaptive and (self._plans[drafter].nodes or counts[b]) for b, drafter in enumerate(drafters)):
             trees = self.controller.choose(rows, drafters, trees, self._plans)
         return trees, counts
 
@@ -300,7 +304,7 @@ class Engine(Batch):
             return None
         if any(member.drafter is not drafter or not member.greedy or member.unread for member in members):
             return None
-        if any(member.constraint is not None for member in members):
+        if any(member.guided for member in members):
             return None
         rows = [member.row for member in members]
         return drafter.draft_on_device(rows, self._plans[drafter].nodes, self.cache.lengths[: len(rows)])

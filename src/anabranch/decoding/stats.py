@@ -9,6 +9,7 @@ from typing import Any
 
 from anabranch.decoding.engine import Step, Timings
 from anabranch.drafting.calls import Kind
+from anabranch.drafting.expected import PREDICTION
 
 __all__ = ["Stats"]
 
@@ -48,6 +49,7 @@ class Stats:
     parts           seconds by part of a step (``Timings``), over all steps of this sequence
     calls           number of forward passes by kind, layers, and of how many (``Call.name``): the target's, and those
                     that drafters ran. A pass that several sequences share counts for each of them
+    predicted       number of draft tokens from the text that was expected (``prediction``) that were verified
     bytes_read      bytes of weights that these passes read; those of a shared pass are divided among its sequences
     """
 
@@ -64,6 +66,7 @@ class Stats:
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Timings._fields, 0.0))
     calls: Counter[tuple[Kind, int, int]] = field(default_factory=Counts)
     bytes_read: float = 0.0
+    predicted: int = 0
 
     def __repr__(self) -> str:
         rate = f"{self.decode_tokens_per_second:.1f} tokens/s"
@@ -99,6 +102,7 @@ class Stats:
         self.drafted_steps += step.drafted > 0
         self.draft_nodes += step.drafted
         self.accepted[step.verdict.accepted] += 1
+        self.predicted += step.tree.sources.count(PREDICTION)
         for source in step.sources[:kept]:
             self.sources[source] += 1
         for part, seconds in zip(step.timings._fields, step.timings, strict=True):
@@ -124,6 +128,16 @@ class Stats:
     def accepted_tokens(self) -> int:
         """The number of draft tokens on accepted paths, including those cut off by the end of the text."""
         return sum(count * steps for count, steps in self.accepted.items())
+
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """The number of emitted tokens that the expected text drafted."""
+        return self.sources[PREDICTION]
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """The number of verified draft tokens from the expected text that were not emitted."""
+        return self.predicted - self.sources[PREDICTION]
 
     @property
     def acceptance_rate(self) -> float:
@@ -177,6 +191,7 @@ class Stats:
             "drafted_steps": self.drafted_steps,
             "draft_nodes": self.draft_nodes,
             "acceptance_rate": round(self.acceptance_rate, 4),
+            "predicted": self.predicted,
             "accepted": {str(count): steps for count, steps in sorted(self.accepted.items())},
             "acceptance_by_depth": [round(x, 4) for x in self.acceptance_by_depth()],
             "sources": dict(self.sources),
@@ -206,4 +221,5 @@ class Stats:
             parts=dict(record["seconds_by_part"]),
             calls=Counts({(one["kind"], one["layers"], one["of"]): one["count"] for one in record["calls"]}),
             bytes_read=record["bytes_read"],
+            predicted=record.get("predicted", 0),
         )

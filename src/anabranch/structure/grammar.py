@@ -40,8 +40,8 @@ class Compiled:
         if self.matcher.is_error():
             raise InputError(f"{named(source)} is not supported: {reason(self.matcher.get_error())}")
         first = self.matcher.deep_copy()
-        mask = first.compute_bitmask()
-        if first.is_error() or not (first.is_accepting() or any(mask)):
+        first.compute_bitmask()
+        if first.is_error() and not first.is_accepting():
             raise InputError(f"{named(source)} matches no text; check it")
 
 

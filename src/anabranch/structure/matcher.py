@@ -40,6 +40,9 @@ class GrammarConstraint:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask_V = np.unpackbits(bits, count=vocabulary, bitorder="little").view(np.bool_)
         mask_V[self._ends[self._ends < vocabulary]] = accepted
+        if len(single := mask_V.nonzero()[0]) == 1 and int(single[0]) not in self.ends:
+            # where no token can spell what has to follow, llguidance (1.9) allows token 0
+            mask_V[single] = self._matcher.validate_tokens(single.tolist()) == 1
         if self._matcher.is_error() or not mask_V.any():
             self._refuse(len(self._path))
         return mask_V
@@ -65,20 +68,18 @@ class GrammarConstraint:
 
     def _stand(self, tokens: Sequence[int]) -> bool:
         """Move the matcher behind the new ones of ``tokens``; False if the text has ended before."""
-        path = list(tokens[self.start :])
-        if not self.ends.isdisjoint(path):
-            return False
+        path, ours = list(tokens[self.start :]), self._path
         if self._matcher is None:
-            self._matcher, self._path = self.grammar.matcher.deep_copy(), []
-        shared = 0
-        for ours, theirs in zip(self._path, path, strict=False):
-            if ours != theirs:
-                break
-            shared += 1
-        if shared < len(self._path):
-            back = self._matcher.rollback(len(self._path) - shared)
+            self._matcher, self._path = self.grammar.matcher.deep_copy(), (ours := [])
+        shared = min(len(ours), len(path))
+        while ours[:shared] != path[:shared]:  # paths part near their ends, at a node of a tree
+            shared -= 1
+        if not self.ends.isdisjoint(path[shared:]):
+            return False
+        if shared < len(ours):
+            back = self._matcher.rollback(len(ours) - shared)
             assert back, "a matcher goes back to any earlier token"
-            del self._path[shared:]
+            del ours[shared:]
         consumed = self._consume(path[shared:])
         assert consumed == len(path) - shared, "the text so far follows the grammar"
         return True
