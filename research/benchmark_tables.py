@@ -388,14 +388,16 @@ def _tables(result: Result) -> list[str]:
 def _training_rates(result: Result) -> list[str]:
     """Training rates and memory of the methods (``research/training_rates.py``)."""
     completions = result["completions"]
-    rows = [("completions", "", "", completions["tokens_per_second"], completions["peak_mb"])]
+    rows = [("completions", "", "", completions["tokens_per_second"], completions["peak_mb"])] if completions else []
     rows += [
         (f"`{name}`", f"{kind['parameters']:,}", kind["arithmetic"], kind["positions_per_second"], kind["peak_mb"])
         for name, kind in result["methods"].items()
     ]
+    whose = f"`{result['model']}`. " if result.get("model", "default") != "default" else ""
+    asked = f"Completions of {completions['rows']} prompts at a time; trainings" if completions else "Trainings"
     return [
-        f"Completions of {completions['rows']} prompts at a time; trainings with {result['batch_tokens']} padded "
-        "tokens per step. Rates by processor time are what all threads would reach if nothing else ran.",
+        f"{whose}{asked} with {result['batch_tokens']} padded tokens per step. Rates by processor time are what all "
+        "threads would reach if nothing else ran.",
         "",
         *table(
             ("stage", "parameters", "arithmetic", "per second, by processor time", "by the clock", "peak MB"),

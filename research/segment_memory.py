@@ -28,7 +28,6 @@ from unittest import mock
 
 import torch
 
-from anabranch.bench.machine import forget_peak, peak_memory_mb
 from anabranch.bench.report import environment
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.streams import attention
@@ -39,6 +38,7 @@ from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.weights import build_decoder
 from anabranch.support import plots
 from anabranch.support.files import shown_command, write_atomically
+from anabranch.support.memory import forget_peak, peak_memory_mb
 
 CPU = torch.device("cpu")
 PROMPT = 16  # tokens of the text that have no streams

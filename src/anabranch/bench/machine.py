@@ -11,10 +11,8 @@ below this floor without changing the weights.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.reads import weight_bytes
 from anabranch.native.library import library
 
-__all__ = ["Machine", "forget_peak", "last_level_cache", "measure_machine", "peak_memory_mb", "read_rate"]
+__all__ = ["Machine", "last_level_cache", "measure_machine", "read_rate"]
 
 REPEATS = 9
 SIDE = {"cpu": 1536, "cuda": 8192}  # of the square matrices: 7 and 1,100 GFLOP per product
@@ -123,24 +121,3 @@ def last_level_cache(device: torch.device) -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
-
-
-def forget_peak(device: torch.device) -> None:
-    """Reset ``peak_memory_mb`` if the system supports it, to exclude loading and warm-up."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_mb(device: torch.device) -> dict[str, float]:
-    """Peak memory of this process in 10^6 bytes, by kind of memory, omitting unknown kinds."""
-    peaks: dict[str, float] = {}
-    if sys.platform != "win32":
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        peaks["resident"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
-    if device.type == "cuda":
-        peaks["device"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
-    return peaks

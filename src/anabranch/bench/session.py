@@ -17,7 +17,7 @@ import torch
 from anabranch.bench.contenders import Contender
 from anabranch.bench.entries import Entry, open_entry, plain_of
 from anabranch.bench.journal import Journal
-from anabranch.bench.machine import forget_peak, measure_machine, peak_memory_mb
+from anabranch.bench.machine import measure_machine
 from anabranch.bench.recordings import Recordings
 from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import (
@@ -38,6 +38,7 @@ from anabranch.loading import Loaded
 from anabranch.model.quantize import Rounding
 from anabranch.model.reads import weight_bytes
 from anabranch.support.files import without_folders
+from anabranch.support.memory import forget_peak, peak_memory_mb
 
 __all__ = ["Session"]
 

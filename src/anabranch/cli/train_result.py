@@ -128,6 +128,8 @@ def show(record: Mapping[str, Any], summary: Mapping[str, Any], out: Path) -> No
         say(f"\n{sentence}")
     if summary["seconds_per_100k"]:
         say(f"\nAt this rate, 100,000 answer tokens take {clock(summary['seconds_per_100k'])} an epoch.")
+    if peaks := record["training"].get("peak_memory_mb"):
+        say("Peak memory: " + ", ".join(f"{value / 1e3:.1f} GB {kind}" for kind, value in peaks.items()))
     for sentence in summary["next"]:
         console.print(f"Next: {sentence}", width=min(console.width, 80))
     say(f"\nUse it: {summary['command']}")

@@ -1,10 +1,11 @@
-"""Memory: free bytes, zeroed pages, glibc's thresholds."""
+"""Memory: free bytes, peaks, zeroed pages, glibc's thresholds."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["free_memory", "give_back", "keep_memory", "zeroed"]
+__all__ = ["forget_peak", "free_memory", "give_back", "keep_memory", "peak_memory_mb", "zeroed"]
 
 CPU = torch.device("cpu")
 PAGE = 2**21  # bytes of a large page
@@ -34,6 +35,25 @@ LIMITS = {
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset ``peak_memory_mb`` if the system supports it, to exclude loading and warm-up."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_mb(device: torch.device) -> dict[str, float]:
+    """Peak memory of this process in 10^6 bytes, by kind of memory, omitting unknown kinds."""
+    peaks: dict[str, float] = {}
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peaks["resident"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+    if device.type == "cuda":
+        peaks["device"] = round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    return peaks
 
 
 def keep_memory() -> bool:

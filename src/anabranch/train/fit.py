@@ -27,7 +27,7 @@ from anabranch.model.load import Target, load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.training_formats import Nf4Linear
 from anabranch.support.log import LOGGER
-from anabranch.support.memory import keep_memory
+from anabranch.support.memory import keep_memory, peak_memory_mb
 from anabranch.train.advice import Watch, before
 from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, chosen_products, learner_of, packed_learner
 from anabranch.train.checkpoint import read_checkpoint, read_log
@@ -175,6 +175,7 @@ def fit(
         "steps": trainer.done,
         **_stopping(trainer),
         "seconds": round(trainer.seconds, 1),
+        "peak_memory_mb": peak_memory_mb(learner.device),
         ARITHMETIC: arithmetic.removeprefix("torch."),
         "options": {**asdict(recipe.options), "warmup": trainer.warmup, "loss": asdict(recipe.loss)},
         "held_out": len(held_out),
