@@ -12,7 +12,8 @@ import torch
 from gguf_files import TOKENS, toy_model, write_gguf
 
 from anabranch.errors import CapabilityError
-from anabranch.learning.examples import Example
+from anabranch.learning.examples import Batch, Example
+from anabranch.learning.target import run_frozen
 from anabranch.model.learner import PackedHead, learner_of_packed
 from anabranch.model.load import Target, load_target
 from anabranch.model.native_linear import NativeLinear
@@ -110,3 +111,17 @@ def test_a_run_keeps_its_products(file: Path) -> None:
     assert chosen_products(decoder, "int8") == "int8"
     for kept in ("int8", "torch.bfloat16"):
         assert chosen_products(decoder, "stored", {"plan": {"arithmetic": kept}}) == kept
+
+
+def test_rows_of_different_length_have_the_states_that_they_have_alone(file: Path) -> None:
+    decoder = load_target(str(file), keep=False, device="cpu").decoder
+    some = [examples()[n] for n in (0, 5, 15)]
+    together = run_frozen(decoder, Batch.of(some), taps=(1,), keys_from=1)
+    for row, example in enumerate(some):
+        alone, n = run_frozen(decoder, Batch.of([example]), taps=(1,), keys_from=1), len(example)
+        assert torch.equal(together.hidden_BTD[row, :n], alone.hidden_BTD[0])
+        assert torch.equal(together.taps[1][row, :n], alone.taps[1][0])
+        assert not together.hidden_BTD[row, n:].any()
+        for mine, theirs in zip(together.keys_values, alone.keys_values, strict=True):
+            assert all(torch.equal(a[row, :, :n], b[0]) for a, b in zip(mine, theirs, strict=True))
+            assert not any(bool(a[row, :, n:].any()) for a in mine)

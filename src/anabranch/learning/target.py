@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.learning.examples import Batch
@@ -56,7 +58,8 @@ def run_frozen(
     taps       layers before which the main rows are returned
     keys_from  return keys and values of the layers from this one on; None: of no layer
 
-    The states of padding are computed too; nothing attends to it.
+    Padding is not computed where rows may differ in length, and its states are zero; otherwise it is. Nothing attends
+    to it.
     """
     rows, width = batch.tokens_BT.shape
     runner = target if frozen is None else frozen
@@ -64,16 +67,26 @@ def run_frozen(
     for prompt, length in zip((batch.starts_B + 1).tolist(), batch.lengths_B.tolist(), strict=True):
         cache.add_row(target.rope().prompt(prompt, length))  # rotated as it will be decoded
     with runner.decoding():
-        result = runner(Inputs.of_chains(batch.tokens_BT.numpy()), cache, taps=taps, need="hidden")
+        result = runner(_inputs(batch, ragged=runner.ragged), cache, taps=taps, need="hidden")
 
     def by_row(x_MD: Tensor) -> Tensor:
-        return torch.stack([x_MD[result.nodes(row)] for row in range(rows)]).to(target.dtype)
+        parts = [x_MD[result.nodes(row)] for row in range(rows)]
+        return torch.stack([F.pad(part, (0, 0, 0, width - len(part))) for part in parts]).to(target.dtype)
 
     pairs: list[tuple[Tensor, Tensor]] = []
     if keys_from is not None:  # copies, so that the cache of the lower layers is freed
         keys, values = (part[keys_from:].to(target.dtype, copy=True) for part in (cache.keys, cache.values))
         pairs = list(zip(keys, values, strict=True))
     return TargetStates(by_row(result.hidden_MD), {layer: by_row(result.taps[layer]) for layer in taps}, pairs)
+
+
+def _inputs(batch: Batch, *, ragged: bool) -> Inputs:
+    """The rows of a batch, without their padding if they may be ``ragged``."""
+    if not ragged:
+        return Inputs.of_chains(batch.tokens_BT.numpy())
+    lengths = batch.lengths_B.tolist()
+    tokens = np.concatenate([row[:length] for row, length in zip(batch.tokens_BT.numpy(), lengths, strict=True)])
+    return Inputs(tokens, np.concatenate([np.arange(-1, length - 1) for length in lengths]), lengths)
 
 
 def frozen_target(target: Decoder, frozen: Decoder | None) -> RunTarget:
