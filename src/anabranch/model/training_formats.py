@@ -36,6 +36,7 @@ LEVELS = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 BLOCKS_AT_ONCE = 1 << 14
+ROWS_AT_ONCE = 1024  # enough for the products; their outputs are in float32 before they are rounded
 
 
 class _Product(torch.autograd.Function):
@@ -83,8 +84,14 @@ class Int8Linear(nn.Module):
 
     def _multiply(self, x: Tensor, weight: native.Packed, bias: Tensor | None) -> Tensor:
         known = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
-        rows = known.flatten(0, -2).contiguous()
-        return self.kernels.linear(rows, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.outputs)
+        rows, shape = known.flatten(0, -2).contiguous(), (*x.shape[:-1], weight.outputs)
+        if x.dtype == torch.float32:
+            return self.kernels.linear(rows, weight, bias).view(shape)
+        y = torch.empty(len(rows), weight.outputs, dtype=x.dtype)
+        for first in range(0, len(rows), ROWS_AT_ONCE):  # float32 outputs of all rows would take twice the memory of y
+            part = slice(first, first + ROWS_AT_ONCE)
+            y[part] = self.kernels.linear(rows[part], weight, bias)
+        return y.view(shape)
 
 
 class Nf4Linear(nn.Module):

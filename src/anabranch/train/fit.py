@@ -126,16 +126,8 @@ def fit(
     training, held_out = divided([e for e in examples if e.prompt_ids not in reserved], validation, recipe)
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     module, begun = subject.make(training)
-    form, sharding = recipe.options.target_format, options.get("shard_target", False)
-    stored, dtype = read_checkpoint(run) if resume else None, target.decoder.dtype
-    if target.quantize == "stored":
-        arithmetic = _packed(target, subject, recipe, processes, stored, sharding=sharding)
-        learner, frozen = packed_learner(target.decoder, module.lowest, arithmetic), target.decoder
-    else:
-        if not (sharding or form == "nf4"):
-            dtype = processes.broadcast(chosen_dtype(target.decoder, form, stored))
-        learner, frozen = _decoders(target, recipe, dtype, processes if sharding else None, packs=subject.packs)
-        arithmetic = str(dtype)
+    stored, sharding = read_checkpoint(run) if resume else None, options.get("shard_target", False)
+    learner, frozen, arithmetic = _decoders(target, subject, module, recipe, processes, stored, sharding=sharding)
     objective = subject.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": subject.name, "target": target.fingerprint[:12], "quantize": target.quantize}
     plan = {**whose, **_made_with(recipe), ARITHMETIC: arithmetic}
@@ -169,19 +161,27 @@ def fit(
         **({} if begun is None else {"init": begun}),
         "data": _sources(training, options.get("licences") or {}),
         **(options.get("facts") or {}),
+        **_run_record(trainer, recipe),
+        "peak_memory_mb": peak_memory_mb(learner.device),
+        ARITHMETIC: arithmetic.removeprefix("torch."),
+    }
+    return Fitted(module, record, measured)
+
+
+def _run_record(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
+    """The data, length and options of a run."""
+    training = trainer.examples
+    return {
         "examples": len(training),
         "answer_tokens": sum(len(example.answer_ids) for example in training),
         "data_sha256": digest(training),
         "steps": trainer.done,
         **_stopping(trainer),
         "seconds": round(trainer.seconds, 1),
-        "peak_memory_mb": peak_memory_mb(learner.device),
-        ARITHMETIC: arithmetic.removeprefix("torch."),
         "options": {**asdict(recipe.options), "warmup": trainer.warmup, "loss": asdict(recipe.loss)},
-        "held_out": len(held_out),
+        "held_out": len(trainer.held_out),
         "max_tokens": recipe.max_tokens,
     }
-    return Fitted(module, record, measured)
 
 
 @contextmanager
@@ -238,31 +238,43 @@ def packed_copy(target: Target) -> Decoder:
     return copied if pack_decoder(copied) else target.decoder
 
 
-def _packed(
-    target: Target, subject: Subject, recipe: Recipe, processes: Processes, stored: Any, *, sharding: bool
-) -> str:
-    """The arithmetic of a training through the top layers of a packed target. Raises CapabilityError."""
-    if sharding or not subject.packed(recipe):
-        what = "that is sharded" if sharding else f"{subject.name} of this recipe"
-        raise CapabilityError(
-            f"training {what} needs the target's weights as they are, and they are packed as the file stores them; "
-            "load it with quantize='none'"
-        )
-    return processes.broadcast(chosen_products(target.decoder, recipe.options.target_format, stored))
-
-
 def _decoders(
-    target: Target, recipe: Recipe, dtype: torch.dtype, sharing: Processes | None, *, packs: bool
-) -> tuple[Decoder, Decoder]:
-    """The decoders for passes with and without gradients; ``sharing`` are the processes that share the target."""
+    target: Target,
+    subject: Subject,
+    module: Trainable,
+    recipe: Recipe,
+    processes: Processes,
+    stored: Mapping[str, Any] | None,
+    *,
+    sharding: bool,
+) -> tuple[Decoder, Decoder, str]:
+    """The decoders for passes with and without gradients, and the arithmetic of the former.
+
+    stored  the record of the run's checkpoint, whose arithmetic is kept
+
+    Raises CapabilityError if the target cannot be had in this form.
+    """
     form = recipe.options.target_format
-    if sharing is not None:
+    if target.quantize == "stored":
+        if sharding or not subject.packed(recipe):
+            what = "that is sharded" if sharding else f"{subject.name} of this recipe"
+            raise CapabilityError(
+                f"training {what} needs the target's weights as they are, and they are packed as the file stores them; "
+                "load it with quantize='none'"
+            )
+        products = processes.broadcast(chosen_products(target.decoder, form, stored))
+        return packed_learner(target.decoder, module.lowest, products), target.decoder, products
+    dtype = target.decoder.dtype
+    if sharding:
         if form != "stored":
             raise CapabilityError(f"a target in {form} cannot be sharded; leave --target-format or --shard-target out")
-        sharing.shard(target.decoder)
-        return target.decoder, target.decoder
+        processes.shard(target.decoder)
+        return target.decoder, target.decoder, str(dtype)
+    if form != "nf4":
+        dtype = processes.broadcast(chosen_dtype(target.decoder, form, stored))
     learner = learner_of(target.decoder, form, dtype)
-    return learner, packed_copy(target) if packs and form != "nf4" else target.decoder
+    frozen = packed_copy(target) if subject.packs and form != "nf4" else target.decoder
+    return learner, frozen, str(dtype)
 
 
 def stored_target(target: Target) -> Target:

@@ -114,8 +114,8 @@ class StreamSide:
         if delta is None:
             return y
         if self.main == 0:
-            whole: Tensor = y + delta(x)
-            return whole
+            more: Tensor = delta(x)
+            return y + more if torch.is_grad_enabled() or more.dtype != y.dtype else y.add_(more)
         return torch.cat((y[:, : self.main], y[:, self.main :] + delta(x[:, self.main :])), dim=1)
 
     def _product(self, name: str, linear: Product, x: Tensor) -> Tensor:
