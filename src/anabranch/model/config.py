@@ -1,6 +1,6 @@
 """The architecture of a target: a frozen record that the decoder is built from.
 
-``families.py`` derives it from a Hugging Face ``config.json``; nothing else in the package refers to a family by name.
+``families`` derives it from a Hugging Face ``config.json``; nothing else in the package refers to a family by name.
 
 Some models need an adapter to be complete, since their main rows attend to its rows (``Decoder.rider``): their
 config.json, or the adapter_config.json of the LoRA that makes one, names the adapter's method under ``NEEDS``.

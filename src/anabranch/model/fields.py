@@ -1,6 +1,6 @@
 """The fields of ``config.json`` by family: honoured, refused or ignored.
 
-The decoder supports every value of an *honoured* field as transformers does (``check.py`` and ``families.py`` check
+The decoder supports every value of an *honoured* field as transformers does (``check.py`` and ``families`` check
 them); the default is that of transformers' config class. A *refused* field is read by transformers but not by the
 decoder: it may only have a neutral value. *Ignored* fields do not change the output of a loaded model, among them all
 that transformers' modeling of the family never reads. ``tests/model/test_fields.py`` compares these tables with
