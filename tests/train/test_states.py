@@ -74,6 +74,7 @@ def test_a_training_is_the_same_with_kept_states(tmp_path: Path, form: str, near
     run, passes = trainer(tmp_path / "kept", form)
     assert losses(run) == pytest.approx(wanted, rel=near)
     assert sum(passes) == len(SIZES), "each example is computed once"
+    run.evaluate()
     assert not (tmp_path / "kept" / "states").exists(), "a finished run needs no states"
 
 

@@ -271,8 +271,8 @@ class KeptStates:
         return self._store, layout
 
     def remove(self) -> None:
-        """Delete the file; states that are in use stay valid."""
-        self._store = None
+        """Delete the file, and keep no more states; those that are in use stay valid."""
+        self._store, self._numbers = None, {}
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
