@@ -57,6 +57,8 @@ def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
 ) -> None:
     done = anabranch("serve", *where, "--host", "0.0.0.0")
     assert (done.code, "can be reached by others" in done.err) == (1, True)
+    done = anabranch("serve", *where, "--lora-model", "a")
+    assert (done.code, "--lora-model must be NAME=FOLDER, got 'a'" in done.err) == (1, True)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from anabranch.cli import options, show
 from anabranch.cli.configured import configured
-from anabranch.errors import CapabilityError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import LoadConfig
 from anabranch.serve.settings import Settings, check, keys_of
 
@@ -24,7 +26,23 @@ class ServeConfig:
 
     loading: LoadConfig = field(default=LoadConfig())
     drafter: options.DefaultDrafter = None
+    several: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--lora-model",
+            metavar="NAME=FOLDER",
+            help="serve the model with this LoRA as a model of this name too; repeatable",
+        ),
+    ] = ()
     settings: Settings = field(default=Settings())
+
+    @property
+    def models(self) -> LoadConfig:
+        """What is loaded. Raises InputError for a LoRA without a name."""
+        loras = [each.partition("=") for each in self.several]
+        if wrong := [name for name, _, folder in loras if not (name and folder)]:
+            raise InputError(f"--lora-model must be NAME=FOLDER, got {wrong[0]!r}")
+        return replace(self.loading, loras=tuple((name, Path(folder)) for name, _, folder in loras))
 
 
 @configured
@@ -36,6 +54,7 @@ def serve(config: ServeConfig) -> None:
     error.
     """
     check(config.settings)
+    loading = config.models
     keys_of(config.settings)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise CapabilityError(
@@ -46,7 +65,7 @@ def serve(config: ServeConfig) -> None:
 
     with bound(config.settings) as listening:
         with show.Wait() as wait:
-            model = show.load_model(config.loading, config.drafter, {}, wait)
+            model = show.load_model(loading, config.drafter, {}, wait)
         with model:
             show.sentences([model.target.title, f"drafter {model.spec_of_several}", *show.lesser_kernels(model)])
             run(model, config.settings, listening, lambda url: typer.echo(f"serving at {url}"))

@@ -18,6 +18,8 @@ from anabranch.serve.worker import Answer, Worker
 
 __all__ = ["Call", "Service"]
 
+MIB = 2**20
+
 
 @dataclass(frozen=True)
 class Call:
@@ -41,7 +43,7 @@ class Call:
 
 
 class Service:
-    """A model that is served. Raises what ``keys_of`` raises."""
+    """A model that is served. Raises what ``keys_of`` and ``Model.keep_prefixes`` raise."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
         self.model, self.settings = model, settings
@@ -51,6 +53,9 @@ class Service:
         self.loras = tuple(model.target.decoder.loras.names)
         self.metrics = Metrics(self.names[0])
         model.scheduler.limit(settings.rows)
+        if settings.prefix_memory is not None or settings.prefix_disk:
+            memory = None if settings.prefix_memory is None else settings.prefix_memory * MIB
+            model.keep_prefixes(memory=memory, disk=settings.prefix_disk * MIB, folder=settings.prefix_folder)
         self.drafter = model.drafter_of(model.spec_of_several)  # measured before the first request
         self.worker = Worker(model, self.metrics, room=settings.rows + settings.queue)
         self.started = int(time.time())

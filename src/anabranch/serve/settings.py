@@ -38,6 +38,13 @@ class Settings:
     ] = ()
     rows: Annotated[int, Option("decode at most this many sequences at the same time")] = 32
     queue: Annotated[int, Option("let at most this many sequences wait; others get status 503")] = 64
+    prefix_memory: Annotated[
+        int | None, Option("keep keys and values of texts in so many MiB (default: 64, or an eighth of the weights)")
+    ] = None
+    prefix_disk: Annotated[int, Option("keep them on disk too, in so many MiB, for after a restart")] = 0
+    prefix_folder: Annotated[
+        Path | None, Option("with --prefix-disk: keep them here (default: in the cache folder)", metavar="FOLDER")
+    ] = None
     max_tokens: Annotated[int | None, Option("limit an answer to this many tokens (default: the context)")] = None
     max_body: Annotated[int, Option("limit a request to this many bytes")] = 8 * 2**20
     body_seconds: Annotated[float, Option("limit the time that a client takes to send a request")] = 30.0
@@ -49,6 +56,7 @@ class Settings:
 
 
 POSITIVE = ("rows", "max_tokens", "max_body", "body_seconds", "request_seconds", "send_seconds", "keep_alive")
+NOT_NEGATIVE = ("queue", "drain_seconds", "prefix_memory", "prefix_disk")
 
 
 def check(settings: Settings) -> None:
@@ -57,9 +65,9 @@ def check(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and not value > 0:
             raise InputError(f"--{name.replace('_', '-')} must be positive, got {value}")
-    for name, most in (("port", 65535), ("queue", None), ("drain_seconds", None)):
+    for name, most in (("port", 65535), *((name, None) for name in NOT_NEGATIVE)):
         value = getattr(settings, name)
-        if value < 0 or (most is not None and value > most):
+        if value is not None and (value < 0 or (most is not None and value > most)):
             limits = "at least 0" if most is None else f"between 0 and {most}"
             raise InputError(f"--{name.replace('_', '-')} must be {limits}, got {value}")
     if settings.no_key and (settings.api_keys or settings.api_key_file):

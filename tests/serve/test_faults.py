@@ -1,0 +1,130 @@
+"""Under load: clients that leave at random, prompts of all lengths, LoRAs, restarts; others' texts stay their own."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import SETTINGS, Server, running
+from test_access import until
+
+from small import drawn_lora
+from toy_text import ToyFolders
+
+COMPLETIONS = "/v1/completions"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def asked(number: int) -> dict[str, Any]:
+    draws = random.Random(number)
+    prompt = "".join(draws.choice("the river ") for _ in range(draws.randint(1, 50)))
+    greedy = number % 2 == 0
+    return {"prompt": prompt, "max_tokens": draws.randint(4, 24), "temperature": 0 if greedy else 1, "seed": number}
+
+
+def expected(server: Server, number: int) -> str:
+    body = asked(number)
+    options = {"max_new_tokens": body["max_tokens"], "temperature": body["temperature"], "seed": body["seed"]}
+    return str(server.reference.generate(body["prompt"], **options).text)
+
+
+@pytest.mark.parametrize("clients", [12, pytest.param(64, marks=pytest.mark.thorough)])
+def test_clients_that_leave_at_random(clients: int) -> None:
+    """A third of the clients leave; the texts of the others, streamed or whole, equal what each gets alone."""
+    with running(replace(SETTINGS, rows=6, queue=2 * clients)) as server:
+
+        def ask(number: int) -> str | None:
+            body, leaves = asked(number), number % 3 == 0
+            if leaves and number % 2:
+                with suppress(httpx.ReadTimeout):
+                    httpx.post(server.url + COMPLETIONS, json={**body, "max_tokens": 40}, timeout=0.05)
+                return None
+            if leaves or number % 5 == 0:
+                text = ""
+                with server.client.stream("POST", COMPLETIONS, json={**body, "stream": True}, timeout=120) as response:
+                    for line in response.iter_lines():
+                        if leaves:
+                            return None
+                        if line.startswith("data: {"):
+                            text += httpx.Response(200, content=line[6:]).json()["choices"][0]["text"]
+                return text
+            return str(server.ask(COMPLETIONS, **body)["choices"][0]["text"])
+
+        with ThreadPoolExecutor(clients) as pool:
+            texts = list(pool.map(ask, range(clients)))
+        until(lambda: server.service.worker.size == 0)
+        assert server.service.worker.jobs == []
+        assert server.service.model.scheduler.engine is None or server.service.model.scheduler.engine.active == 0
+        for number, text in enumerate(texts):
+            if text is not None:
+                assert text == expected(server, number), number
+
+
+def test_loras_are_models_of_their_own() -> None:
+    with running(drafter="none") as server:
+        target = server.service.model.target
+        for model in (server.service.model, server.reference):
+            model.target.decoder.add_lora("tuned", drawn_lora(target.config, seed=5))
+        server.service.loras = ("tuned",)
+        body: dict[str, Any] = {"prompt": "the thing", "max_tokens": 16, "temperature": 0}
+        with ThreadPoolExecutor(2) as pool:
+            names = (None, "tuned")
+            plain, tuned = pool.map(lambda name: server.ask(COMPLETIONS, **body, model=name), names)
+        generate = server.reference.generate
+        assert plain["choices"][0]["text"] == generate("the thing", max_new_tokens=16).text
+        assert tuned["choices"][0]["text"] == generate("the thing", max_new_tokens=16, lora="tuned").text
+        assert plain["choices"][0]["text"] != tuned["choices"][0]["text"]
+        assert [each["parent"] for each in server.client.get("/v1/models").json()["data"]] == [None, "toy"]
+
+
+def test_conversations_survive_a_restart(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, prefix_disk=16, prefix_folder=tmp_path)
+    body: dict[str, Any] = {
+        "prompt": "a beginning that is long enough to be kept: " * 2,
+        "max_tokens": 2,
+        "temperature": 0,
+    }
+    answers = []
+    for _ in range(2):
+        with running(settings, drafter="none") as server:
+            answers.append(server.ask(COMPLETIONS, **body))
+    first, second = (answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
+    assert first == 0
+    assert second > 0
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+
+
+def test_a_server_that_ends_under_load_answers_everyone() -> None:
+    """Requests that run end whole or with an error in their interface's form; nobody waits forever."""
+    with running(replace(SETTINGS, rows=2, queue=32)) as server, ThreadPoolExecutor(8) as pool:
+        body: dict[str, Any] = {"prompt": "the thing", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        asked = [pool.submit(server.post, COMPLETIONS, **body) for _ in range(8)]
+        until(lambda: server.service.worker.size == 8)
+        server.service.drain()
+        assert server.post(COMPLETIONS, **body).status_code == 503
+        assert server.client.get("/health").status_code == 503
+        text = server.reference.generate("the thing", max_new_tokens=60, ignore_eos=True).text
+        for each in asked:
+            response = each.result()
+            assert response.status_code == 200
+            assert response.json()["choices"][0]["text"] == text
+
+
+@pytest.mark.thorough
+def test_a_soak_leaves_nothing_behind(toys: ToyFolders, tmp_path: Path) -> None:
+    """Also the script's own smoke test: its requests are answered, and it sees memory and files."""
+    script, out = ROOT / "scripts" / "soak_server.py", tmp_path / "soak.json"
+    options = ["--adapter", str(toys.adapter), "--dtype", "float32", "--device", "cpu"]
+    command = [sys.executable, script, "--model", toys.model, "--seconds", "20", "--out", out, "--", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text(encoding="utf-8"))["requests"]["probe 200"] > 0
