@@ -261,7 +261,9 @@ def test_a_pass_that_runs_out_of_memory_is_run_again_with_fewer_rows(monkeypatch
     tickets = [scheduler.submit(each, PLAIN) for each in asked]
     finish(scheduler)
     assert [ticket.emitted for ticket in tickets] == wanted
-    assert max(sizes) == 3
+    most = sizes.index(max(sizes))
+    assert sizes[most] > 2
+    assert max(sizes[most + 1 :]) == 2
     monkeypatch.setattr(Engine, "_step", step)
     again = [scheduler.submit(each, PLAIN) for each in asked]
     assert finish(scheduler) > 2, "memory may suffice next time"

@@ -181,6 +181,7 @@ class Batch:
         drafter = drafter or self.drafter
         if not self.fits(drafter):
             raise InputError("the request cannot share a pass with the rows in use; wait for them to finish")
+        assert not known or self.has_room(self.cache.rows, len(request.prompt_ids) + 1, drafter), "known would be lost"
         self.reserve(self.cache.rows, len(request.prompt_ids) + 1, drafter)
         if self.rider_of(drafter) is not None or drafter.needs.prompt or request.on_prompt is not None:
             rides = False

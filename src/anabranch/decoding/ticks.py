@@ -38,7 +38,7 @@ __all__ = ["Ticks", "kept_bytes"]
 
 SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode, where passes are not timed
 LEAST = 16  # tokens that a pass counts as at least: one over fewer takes as long
-READ_SECONDS = 0.2  # that reading takes at a time while nobody decodes: a prompt that comes now waits so long
+READ_SECONDS = 0.1  # that reading takes at a time while nobody decodes: a prompt that comes now waits once or twice
 SHARED_SECONDS = 0.05  # the same while others decode, whose next tokens wait
 SHORTEST = 16  # tokens that a shared beginning must have to be copied
 AHEAD = 256  # tokens that a row has room for when it joins, besides those that it begins with

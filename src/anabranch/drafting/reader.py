@@ -218,7 +218,8 @@ class Reader(ABC):
             return
         capacity = max(capacity, LEAST, 1 << (positions - 1).bit_length()) if positions > capacity else capacity
         count = max(count, 1 << (rows - 1).bit_length())
-        self.cache = self._new_cache(count, capacity) if cache is None else cache.resized(count, capacity)
+        kept = {slot: len(text) - self.skipped for slot, text in self._left.items()}
+        self.cache = self._new_cache(count, capacity) if cache is None else cache.resized(count, capacity, kept=kept)
 
     # -- continuations ----------------------------------------------------------------------------------
     def begin(self, rows: Sequence[Row]) -> list[Continuations]:

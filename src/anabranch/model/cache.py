@@ -12,7 +12,7 @@ Shapes: B rows in use, K kv heads, C capacity, E head width, N tree nodes, P pat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -206,19 +206,22 @@ class Cache:
         end = start + keys.shape[2]
         self.keys[:, slot, :, start:end], self.values[:, slot, :, start:end] = keys, values
 
-    def resized(self, rows: int, capacity: int) -> Cache:
-        """A cache of another size with the rows in use, and with the contents of the slots that both caches have.
+    def resized(self, rows: int, capacity: int, *, kept: Mapping[int, int] | None = None) -> Cache:
+        """A cache of another size with the rows in use.
+
+        kept  by free slot, how many tokens of its contents are copied too
 
         Raises OutOfMemoryError if memory does not suffice; this cache stays as it is.
         """
         same: Any = {"dtype": self.dtype, "device": self.keys.device, "kernels": self._kernels}
         made = Cache(self.config, rows=rows, capacity=capacity, quantized=self.quantized, **same)
-        slots, span = min(rows, self.rows), min(capacity, self.capacity)
         assert self.count <= rows
-        made.keys[:, :slots, :, :span] = self.keys[:, :slots, :, :span]
-        made.values[:, :slots, :, :span] = self.values[:, :slots, :, :span]
+        spans = dict(enumerate(self.lengths)) | {slot: n for slot, n in (kept or {}).items() if slot < rows}
+        for slot, span in spans.items():  # no more: pages that nobody wrote to take no memory
+            made.keys[:, slot, :, :span] = self.keys[:, slot, :, :span]
+            made.values[:, slot, :, :span] = self.values[:, slot, :, :span]
         if self.states is not None and made.states is not None:
-            made.states.take(self.states, slots)
+            made.states.take(self.states, min(rows, self.rows))
         made.lengths, made.prompts = list(self.lengths), list(self.prompts)
         return made
 
