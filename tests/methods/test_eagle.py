@@ -68,7 +68,7 @@ class Compared(EagleDrafter):
             again = Row(row.tokens, row.prompt_length, row.sampling, row.rule, row.max_depth)
             fresh.join(again)
             hidden, taps = states_of(self.target, row.tokens[:-1], self.needs.layers)
-            fresh.reader.feed(again, self.layer.features(hidden, taps))
+            fresh.reader.feed((again, self.layer.features(hidden, taps)))
             (wanted,) = fresh.draft([again], budget)
             assert tree.tokens.tolist() == wanted.tokens.tolist()
             assert tree.parents.tolist() == wanted.parents.tolist()
@@ -93,7 +93,7 @@ def test_a_chain_continues_the_features_one_by_one(config: EagleConfig) -> None:
     drafter.join(row)
     hidden, taps = states_of(target, row.tokens[:-1], config.layers)
     features = module.features(hidden, taps)
-    drafter.reader.feed(row, features)
+    drafter.reader.feed((row, features))
     (tree,) = drafter.draft([row], 4)
     text, joint = list(row.tokens), 0.0
     for depth, (token, stated) in enumerate(zip(tree.tokens[1:].tolist(), tree.log_probs.tolist()[1:], strict=True)):  # type: ignore[union-attr]
@@ -123,7 +123,7 @@ def test_unrolled_steps_are_the_levels_of_a_draft() -> None:
         row = Row(text[: root + 1], 4, SamplingParams(), max_depth=9)
         drafter.join(row)
         with torch.inference_mode():
-            drafter.reader.feed(row, hidden[:root])
+            drafter.reader.feed((row, hidden[:root]))
             (asked,) = drafter.reader.begin([row])
             node, found = 0, []
             for depth in range(3):

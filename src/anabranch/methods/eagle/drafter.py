@@ -124,22 +124,25 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
     def read(self, row: Row, result: PassResult, start: int) -> None:
         """Read the features of a chunk of the prompt."""
         self.reader.resume(row, start)
-        self.feed(row, result, range(result.starts_B[0], result.starts_B[0] + result.counts_B[0]))
+        self._feed([row], result, [range(result.starts_B[0], result.starts_B[0] + result.counts_B[0])])
         self.reader.catch_up(row)
 
-    def feed(self, row: Row, result: PassResult, nodes: Sequence[int]) -> None:
-        """Add the features of a row's next committed nodes in a pass."""
-        at = torch.tensor(list(nodes), device=result.hidden_MD.device)
+    def _feed(self, rows: Sequence[Row], result: PassResult, nodes: Sequence[Sequence[int]]) -> None:
+        """Add the features of rows' next committed nodes in a pass, with as few operations as for one row."""
+        at = torch.tensor([node for each in nodes for node in each], device=result.hidden_MD.device)
         taps = [result.taps[layer][at] for layer in self.needs.layers]
-        self.reader.feed(row, self.layer.features(result.hidden_MD[at], taps))
+        features_nD = torch.split(self.layer.features(result.hidden_MD[at], taps), [len(each) for each in nodes])
+        self.reader.feed(*zip(rows, features_nD, strict=True))
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Keep the features of the accepted nodes."""
         super().observe(rows, seen)
-        for row, slot, verdict, live in zip(rows, seen.slots, seen.verdicts, seen.live, strict=True):
-            if live:
-                start = seen.result.starts_B[slot]
-                self.feed(row, seen.result, [start + node for node in verdict.path])
+        live = [i for i, going in enumerate(seen.live) if going]
+        if not live:
+            return
+        starts = seen.result.starts_B
+        nodes = [[starts[seen.slots[i]] + node for node in seen.verdicts[i].path] for i in live]
+        self._feed([rows[i] for i in live], seen.result, nodes)
 
     def _able(self, row: Row) -> bool:
         return self.reader.knows(row)

@@ -167,7 +167,7 @@ class EagleObjective:
         fed = [0] * len(group)
 
         def feed(row: Row, number: int, position: int) -> None:
-            drafter.reader.feed(row, features[number, fed[number] : position + 1])
+            drafter.reader.feed((row, features[number, fed[number] : position + 1]))
             fed[number] = position + 1
 
         replay_drafter(total, group, drafter, DEPTH, feed)

@@ -31,7 +31,7 @@ __all__ = ["FeatureReader"]
 class _Fed(Place):
     """A row's place, and its features.
 
-    waiting  of the target's features, those at positions that are not in the cache yet [.., D]
+    waiting  of the target's features, those at positions that are not in the cache yet [.., D], ``count`` in total
     last     the newest one in the cache [1, D]
     own      the head's own after nodes of the draft [D]
     """
@@ -39,16 +39,13 @@ class _Fed(Place):
     waiting: list[Tensor] = field(default_factory=list)
     last: Tensor | None = None
     own: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """Positions that wait."""
-        return sum(map(len, self.waiting))
+    count: int = 0
 
     def take(self, count: int) -> None:
         """The first ``count`` positions are in the cache now."""
         whole = torch.cat(self.waiting)
         self.waiting = [whole[count:]] if count < len(whole) else []
+        self.count -= count
         self.last = whole[count - 1 : count]
 
 
@@ -83,13 +80,15 @@ class FeatureReader(Reader):
         assert self.cache is not None
         self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], start))
 
-    def feed(self, row: Row, features_nD: Tensor) -> None:
-        """The target's features of a row's next tokens, in order; the tokens that follow them are known."""
+    def feed(self, *rows: tuple[Row, Tensor]) -> None:
+        """The target's features [n, D] of rows' next tokens, in order; the tokens that follow them are known."""
         self.settle()
-        place: _Fed = self._seat(row)
-        place.waiting.append(features_nD)
-        if place.count > CHUNK:
-            self.catch_up(row)
+        for row, features_nD in rows:
+            place: _Fed = self._seat(row)
+            place.waiting.append(features_nD)
+            place.count += len(features_nD)
+            if place.count > CHUNK:
+                self.catch_up(row)
 
     def catch_up(self, row: Row) -> None:
         """Read all positions of a row whose features are known."""
@@ -110,6 +109,7 @@ class FeatureReader(Reader):
         place: _Fed | None = self._places.get(row)
         if place is not None:
             place.waiting.clear()
+            place.count = 0
 
     # -- passes -----------------------------------------------------------------------------------------
     def _read(self, row: Row, tokens: Sequence[int]) -> None:
@@ -124,6 +124,7 @@ class FeatureReader(Reader):
         if place.base > place.count:  # the root is read again
             assert place.last is not None
             place.waiting.insert(0, place.last)
+            place.count += 1
 
     def ask(self, wanted: Mapping[Row, Sequence[int]]) -> Tensor:
         """The features [n, D] after some nodes of each row's continuations, row by row, in one pass."""
