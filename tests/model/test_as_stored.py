@@ -17,16 +17,20 @@ import torch
 from gguf_files import TOKENS, toy_model, write_gguf
 
 import anabranch
+from anabranch.decoding.engine import Request
 from anabranch.errors import AnabranchError, FileError, ModelError, ModelWarning, NumericsError
+from anabranch.methods import make_drafter
+from anabranch.methods.streams.config import StreamConfig
 from anabranch.model import as_stored, packed_file
 from anabranch.model.as_stored import describe_stored
 from anabranch.model.gguf import read_gguf
 from anabranch.model.load import Target, load_target
 from anabranch.model.native_linear import NativeLinear
+from anabranch.model.stack import stack_of
 from anabranch.native.arguments import FLOATS, STORED_TYPES
 from anabranch.native.library import library
 from children import in_child, together
-from small import logits_after
+from small import decode, logits_after, small_adapter
 from stored_rows import HALVES, raw_rows
 from verbs import Anabranch
 
@@ -175,6 +179,30 @@ def test_drafts_change_nothing(tmp_path: Path, kind: str) -> None:
         assert result.token_ids == plain.token_ids
         # the draft model is the target itself, as it is stored; halves are drawn with less extreme scores
         assert result.stats.mean_acceptance_length > (2 if kind == "F16" else 3)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("layers", "head"), [("F16", "F16"), ("F16", "Q6_K"), ("Q4_K", "F16"), ("BF16", "Q8_0"), ("Q8_0", "F32")]
+)
+def test_trained_drafters_read_floats_as_they_do_bf16(tmp_path: Path, layers: str, head: str) -> None:
+    """In four bits, and the head's rows in eight, unless that is quantised itself."""
+    kinds = {"output.weight": head, "token_embd.weight": "F16", "blk.1.ffn_up.weight": "F16"}
+    path = stored_file(tmp_path / "toy.gguf", lambda name: kinds.get(name, layers))
+    target = load_target(str(path), device="cpu")
+    assert target.quantize == "stored"
+    wide = {"attention_rank": 4, "conditioning": "path", "conditioning_rank": 32, "root_width": 32}
+    decoder, shape = target.decoder, StreamConfig(num_stream_layers=1, stream_mlp="mlp+adapter", **wide)
+    adapter = small_adapter(decoder, shape, torch.arange(0, len(TOKENS), 2)).to(torch.bfloat16)
+    asked = [Request([*IDS[: 10 + i], *IDS[:8]], 20) for i in range(2)]
+    plain, _ = decode(decoder, asked)
+    # a copy in four bits drafts for weights that have more
+    copied = stack_of(decoder.backend).kind == "bfloat16"
+    for spec in ("streams:tree=6", "quantized_draft", "streams:tree=6+quantized_draft")[: 3 if copied else 1]:
+        drafted, steps = decode(decoder, asked, make_drafter(spec, decoder, adapter), rows=2)
+        assert drafted == plain
+        assert any(step.tree.size > 1 for row in steps for step in row)
+    assert copied == (layers in ("F16", "BF16"))
 
 
 @needs_kernels

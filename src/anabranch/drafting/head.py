@@ -30,7 +30,6 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like
 from anabranch.model.reads import read_bytes
-from anabranch.native.arguments import IN_FILE_FORMATS
 from anabranch.sampling import MIN_TEMPERATURE, gumbels_of, halves, position_keys
 from anabranch.support.memory import give_back
 
@@ -206,11 +205,11 @@ class DraftHead:
 
 
 def _stored_rows(head: nn.Module, vocabulary: Tensor) -> NativeLinear | None:
-    """Rows of a head that is packed as it is stored, with its values; the head itself for the whole vocabulary.
+    """Rows of a head in quantised blocks of its file, with its values; the head itself for the whole vocabulary.
 
     None for other heads, and for heads with a bias.
     """
-    if not isinstance(head, NativeLinear) or head.kind not in IN_FILE_FORMATS or head.offset is not None:
+    if not isinstance(head, NativeLinear) or head.kind != "stored" or head.offset is not None:
         return None
     if torch.equal(vocabulary, torch.arange(head.out_features)):
         return head

@@ -227,13 +227,13 @@ class SelectedOutputs(NativeLinear):
 
     @staticmethod
     def of(source: nn.Module) -> SelectedOutputs | None:
-        """An empty selection; None unless the weight is float32, int8, stored or floats, or has a screen; with no bias.
+        """An empty selection; None unless the weight is float32, int8 or stored, or has a screen, and has no bias.
 
-        All blocks of a weight in a file's formats have one: it is a head.
+        All blocks of a stored weight have one format: it is a head.
         """
         if not isinstance(source, NativeLinear) or source.offset is not None:
             return None
-        if source.kind in ("float32", "int8", *IN_FILE_FORMATS):
+        if source.kind in ("float32", "int8", "stored"):
             return SelectedOutputs(source, source.packed)
         return None if source.screen is None else SelectedOutputs(source, source.screen.native.copy)
 
