@@ -130,7 +130,7 @@ def _contender(record: Result) -> list[str]:
     if "error" in record:
         return [f"`{record['name']}`", record["error"]]
     low, middle, high = record["speedup_quartiles"]
-    length = record.get("mean_acceptance_length")
+    length, latency = record.get("mean_acceptance_length"), record["token_ms_quartiles"]
     fewer = f" ({record['prompts']} prompts)" if "every" in record else ""
     return [
         f"`{record['name']}`{fewer}",
@@ -138,7 +138,7 @@ def _contender(record: Result) -> list[str]:
         f"{middle:.2f} ({low:.2f}-{high:.2f})",
         "-" if length is None else f"{length:.2f}",
         *call_cells(record),
-        f"{record['token_ms_quartiles'][1]:.1f}",
+        "-" if latency is None else f"{latency[1]:.1f}",
         f"{record['equal_outputs']}",
     ]
 

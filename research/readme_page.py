@@ -126,7 +126,8 @@ def engines() -> list[str]:
     suites = [run for suite in ("spec_bench", "humaneval") if (run := newest(LARGE, suite)) is not None]
     first = suites[0]
     cells = [_cells(run) for run in suites]
-    rows = [(name, *(cell for found in cells for cell in found.get(name, ["-"] * 3))) for name in reversed(cells[0])]
+    names = dict.fromkeys(name for found in cells for name in reversed(found))
+    rows = [(name, *(cell for found in cells for cell in found.get(name, ["-"] * 3))) for name in names]
     titles = [
         "engine",
         *(
