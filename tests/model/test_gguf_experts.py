@@ -14,15 +14,19 @@ from toys import Oracle
 
 import anabranch
 from anabranch.errors import FileError, ModelError
+from anabranch.model.cache import Cache
 from anabranch.model.experts import Experts
 from anabranch.model.experts_backend import ExpertsBackend
 from anabranch.model.gguf import read_gguf
+from anabranch.model.inputs import Inputs
+from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target, load_target
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.reads import weight_bytes
 from anabranch.model.stack import ProductsBackend
 from anabranch.native.library import library
-from small import logits_after
+from anabranch.tree import DraftTree
+from small import logits_after, new_cache
 from stored_rows import raw_rows, values_of
 from verbs import Anabranch
 
@@ -112,6 +116,28 @@ def test_drafts_change_nothing(tmp_path: Path, family: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("family", ["qwen3moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["MXFP4", "F16"])
+def test_nodes_of_trees_are_bit_identical_to_paths_alone(tmp_path: Path, family: str, kind: str) -> None:
+    decoder = loaded(mixture(tmp_path, family, kind)[0]).decoder
+    tree = DraftTree(np.array([4, 5, 6, 7, 8], np.int64), np.array([-1, 0, 0, 1, 3], np.int64))
+
+    def read() -> Cache:
+        cache = new_cache(decoder)
+        decoder(Inputs.of_prompt(IDS), cache)
+        cache.commit([range(len(IDS))])
+        return cache
+
+    together = decoder(Inputs.of_trees([tree]), read()).logits_MV
+    for node, path in enumerate([[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]):
+        cache = read()
+        for step in path:
+            alone = decoder(Inputs.of_trees([DraftTree.root(int(tree.tokens[step]))]), cache).logits_MV
+            cache.commit([[0]])
+        assert torch.equal(together[node], alone[0])
+
+
+@needs_kernels
 def test_the_second_load_maps_packed_experts(tmp_path: Path, home: Path) -> None:
     path, _ = mixture(tmp_path, "qwen3moe", "Q4_K")
     first = logits_after(loaded(path).decoder, IDS)
@@ -136,6 +162,11 @@ def test_info_describes_a_mixture_without_loading_it(
     read = facts["read_gb_s"] * 1e9 / facts["tokens_per_second_limit"]
     assert read == pytest.approx(weight_bytes(target.decoder), rel=0.1)
     assert read < 0.8 * facts["weights_mb"] * 1e6
+    assert facts["pytorch_because"] is None
+    path, _ = mixture(tmp_path, "gpt-oss", "MXFP4")
+    facts = json.loads(Anabranch(capsys, monkeypatch)("info", path, "--json").out)
+    assert "attention has sinks" in facts["pytorch_because"]
+    assert "attention has sinks" in kernels_of(loaded(path).decoder).why
 
 
 @in_each_family

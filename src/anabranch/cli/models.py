@@ -305,7 +305,7 @@ def _stored_model(what: str, path: Path) -> dict[str, Any] | None:
         "train_streams_with": None if fitting else f"anabranch train streams --model {shlex.quote(what)} --out FOLDER",
         "generation": {},
         "needs_adapter_for": needed(contents.config) or None,
-        "pytorch_because": None,
+        "pytorch_because": model.pytorch or None,
     }
 
 

@@ -32,7 +32,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
 from anabranch.model.experts_backend import backend_of
 from anabranch.model.families import module_rows, weight_source
-from anabranch.model.kernel_use import products_for, why_not_native
+from anabranch.model.kernel_use import products_for, warn_about_kernels, why_not_native
 from anabranch.model.matrix import FileMatrix
 from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
 from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
@@ -197,6 +197,7 @@ def fill_as_stored(
     if packed is None:
         packed = _pack(decoder, kernels, weights, parameters, files, keep=keep, progress=progress)
     _replace(decoder, kernels, weights, packed)
+    warn_about_kernels(decoder, stacklevel=2)
     return decoder, packed.fingerprint
 
 
@@ -207,6 +208,7 @@ class StoredModel:
     read         bytes of weights that a token reads
     resident     bytes of packed weights and of the embedding
     fingerprint  as of the loaded model
+    pytorch      the reason why PyTorch runs the layers, and the kernels their products only; empty: it does not
     """
 
     config: ModelConfig
@@ -214,6 +216,7 @@ class StoredModel:
     read: int
     resident: int
     fingerprint: str
+    pytorch: str = ""
 
 
 def describe_stored(
@@ -221,6 +224,7 @@ def describe_stored(
 ) -> StoredModel:
     """Describe a model without packing it; the arguments are those of ``fill_as_stored``. Raises NotStoredError."""
     kernels, decoder, weights = _planned(config, tensors, matrices)
+    why = why_not_native(decoder)
     sizes = {name: kernels.stored_bytes(w.types(), w.shape[1]) for name, w in weights.items() if name != EMBEDDING}
     resident, read = sum(sizes.values()) + weights[EMBEDDING].parts[0][1].nbytes, sum(sizes.values())
     if (experts := decoder.config.experts) is not None:
@@ -229,14 +233,14 @@ def describe_stored(
     count = sum(parameter.numel() for parameter in decoder.parameters())
     kept = PackedFile.find(files, key_of(files, _layout()))
     if kept is not None:
-        return StoredModel(decoder.config, count, read, resident, str(kept.facts["fingerprint"]))
+        return StoredModel(decoder.config, count, read, resident, str(kept.facts["fingerprint"]), why)
     identity = Identity(decoder.config)
     for name, parameter in sorted(decoder.named_parameters()):
         if name in weights:
             identity.add_sample(name, parameter.shape, weights[name].sample())
         else:
             identity.add(name, assemble(decoder.config, tensors, name, parameter.shape))
-    return StoredModel(decoder.config, count, read, resident, identity.fingerprint)
+    return StoredModel(decoder.config, count, read, resident, identity.fingerprint, why)
 
 
 def _planned(
