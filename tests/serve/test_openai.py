@@ -167,6 +167,11 @@ def test_unknown_fields_are_named_and_unsupported_ones_refused(server: Server) -
     response = server.post(CHAT, **body)
     assert response.status_code == 200
     assert response.headers["x-anabranch-ignored"] == "some_hint, user"
+    strange = {"hint\r\nx-injected: é": 1, **{f"n{number:03}": 1 for number in range(200)}}
+    named = server.post(CHAT, messages=TALK, max_tokens=2, **strange).headers
+    assert "x-injected" not in named
+    assert named["x-anabranch-ignored"].startswith("hint??x-injected:??, n000, n001")
+    assert len(named["x-anabranch-ignored"]) < 3000
     for field, value in {"best_of": 3, "use_beam_search": True, "typical_p": 0.4, "modalities": ["audio"]}.items():
         refused = server.post(CHAT, messages=TALK, **{field: value})
         assert refused.status_code == 400
@@ -216,6 +221,14 @@ def test_models_and_names(server: Server) -> None:
     assert "/v1/embeddings" in embeddings.json()["error"]["message"]
     assert server.client.get("/nowhere").json()["error"]["message"] == "there is no /nowhere here"
     assert server.client.get(CHAT).status_code == 405
+
+
+def test_the_openapi_document_describes_all_interfaces(server: Server) -> None:
+    document = server.client.get("/openapi.json").json()
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+    for path in paths:
+        (reference,) = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"].values()
+        assert "temperature" in document["components"]["schemas"][reference.rsplit("/", 1)[-1]]["properties"]
 
 
 def test_tokens_and_texts(server: Server) -> None:

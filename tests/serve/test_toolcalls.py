@@ -28,6 +28,16 @@ CASES: list[tuple[Style, str, str, list[tuple[str, object]]]] = [
     ("tags", "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
     ("tags", "text <tool_call>cut o", "text<tool_call>cut o", []),
     ("tags", '<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),
+    ("tags", '{"name": "f", "arguments": {"a": "b"}}', "", [("f", {"a": "b"})]),
+    ("tags", ' {"arguments": {}, "name": "f"}', "", [("f", {})]),
+    (
+        "tags",
+        '{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        "",
+        [("f", {}), ("g", {})],
+    ),
+    ("tags", '{"name": "Ann", "arguments": {}}', '{"name": "Ann", "arguments": {}}', []),
+    ("tags", '{"a": 1} <tool', '{"a": 1} <tool', []),
     ("json", '{"name": "f", "parameters": {"a": "}"}}', "", [("f", {"a": "}"})]),
     (
         "json",

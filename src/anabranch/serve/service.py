@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from anabranch.serve.worker import Answer, Worker
 __all__ = ["Call", "Service"]
 
 MIB = 2**20
+UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Call:
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response: which fields had no effect."""
-        return {"x-anabranch-ignored": ", ".join(self.unused)} if self.unused else {}
+        # the names are the client's: a header takes printable ASCII, and not too much of it
+        names = [UNPRINTABLE.sub("?", name)[:64] for name in self.unused[:32]]
+        return {"x-anabranch-ignored": ", ".join(names)} if names else {}
 
 
 class Service:
@@ -93,6 +97,9 @@ class Service:
         priority  smaller ones come first, as in vLLM
         """
         arrived = time.monotonic()
+        if len(prompts) * n > self.worker.room:
+            asked, room = len(prompts) * n, self.worker.room
+            raise RequestError(400, f"the request has {asked} sequences, but the server takes {room}; send fewer")
         limit = self.settings.max_tokens
         if limit is not None and most is not None and most > limit:
             raise RequestError(400, f"the answer is limited to {limit} tokens here, got {most}", param="max_tokens")

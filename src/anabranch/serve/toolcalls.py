@@ -1,6 +1,7 @@
 """Tool calls in a model's text: Qwen's and Hermes' tags, Qwen3-Coder's tags of parameters, and Llama's bare JSON.
 
-Arguments are streamed as the model writes them. What turns out to be no call is text.
+Small models of the first kind often leave the tags out, so an answer that begins with the JSON of a call of a known
+tool is one too. Arguments are streamed as the model writes them. What turns out to be no call is text.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class ToolReader:
         self._state: Literal["text", "head", "arguments", "tail"] = "text"
         self._depth, self._quoted, self._escaped = 0, False, False
         self._said = False  # whether there was text that is not blank
+        self._bare = False  # whether the call that is read has no tags
 
     def feed(self, text: str) -> list[Piece]:
         """Take in more text; returns the pieces that are certain."""
@@ -87,7 +89,7 @@ class ToolReader:
         rest, self._text = self._text, ""
         if self._state == "head":
             made = self._whole_call(rest)
-            pieces += made if made else [Piece((OPEN if self._style != "json" else "") + rest)]
+            pieces += made if made else [Piece(("" if self._bare else OPEN) + rest)]
         elif self._state == "arguments":  # cut off by the end of the text
             pieces.append(Piece(rest, self.calls - 1, end=True))
         elif self._state == "text" and (self._said or rest.strip() or not self.calls):
@@ -113,13 +115,14 @@ class ToolReader:
                 return
 
     def _in_text(self) -> Iterator[Piece]:
+        if self._style != "parameters" and not self._said and self._text.lstrip().startswith("{"):
+            self._state, self._bare = "head", True
+            return
         if self._style == "json":
-            if not self._said and self._text.lstrip().startswith("{"):
-                self._text, self._state = self._text.lstrip(), "head"
-                return
             safe = self._text if self._text.strip() or self._said else ""
         elif (at := self._text.find(OPEN)) >= 0:
             before, self._text, self._state = self._text[:at].rstrip(), self._text[at + len(OPEN) :], "head"
+            self._bare = False
             yield Piece(before)
             return
         else:
@@ -138,14 +141,14 @@ class ToolReader:
                 body, self._text, self._state = self._text[:at], self._text[at + len(CLOSE) :], "text"
                 yield from self._parameters(body)
             return
-        if head := HEAD.match(self._text):
+        head = HEAD.match(self._text)
+        if self._bare and (len(self._text) > LONGEST_HEAD if head is None else not self._known(_name(head))):
+            self._state, self._said = "text", True
+        elif head is not None:
             self._text, self._state = self._text[head.end() :], "arguments"
             self._depth, self._quoted, self._escaped = 0, False, False
-            yield self._begun(str(json.loads(head[1], strict=False)))
-        elif self._style == "json":
-            if len(self._text) > LONGEST_HEAD:
-                self._state, self._said = "text", True
-        elif (at := self._text.find(CLOSE)) >= 0:
+            yield self._begun(_name(head))
+        elif not self._bare and (at := self._text.find(CLOSE)) >= 0:
             body, self._text, self._state = self._text[:at], self._text[at + len(CLOSE) :], "text"
             yield from self._whole_call(body) or [Piece(OPEN + body + CLOSE)]
 
@@ -170,15 +173,18 @@ class ToolReader:
 
     def _in_tail(self) -> Iterable[Piece]:
         """Skip what ends a call."""
-        if self._style == "json":
-            left = self._text.lstrip(" \n\r\t};")
-            if left:
-                self._state, self._said = ("head", False) if left.startswith("{") else ("text", True)
-            self._text = left
+        if self._bare:
+            self._text = self._text.lstrip(" \n\r\t};")
+            if self._text:
+                self._state, self._said = "text", False
         elif (at := self._text.find(CLOSE)) >= 0:
             self._text, self._state = self._text[at + len(CLOSE) :], "text"
             self._said = False
         return ()
+
+    def _known(self, name: str) -> bool:
+        """Whether JSON without tags is a call: in Llama's form always, else if the request has a tool of this name."""
+        return self._style == "json" or name in self._tools
 
     def _begun(self, name: str) -> Piece:
         self.calls += 1
@@ -191,6 +197,8 @@ class ToolReader:
         except ValueError:
             return []
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return []
+        if self._bare and not self._known(call["name"]):
             return []
         given = call.get("arguments", call.get("parameters", {}))
         return self._made(call["name"], given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
@@ -206,6 +214,10 @@ class ToolReader:
         known = self._tools.get(function[1], {}).get("properties", {})
         values = {name: _value(text, known.get(name, {})) for name, text in PARAMETER.findall(function[2])}
         return self._made(function[1], json.dumps(values, ensure_ascii=False))
+
+
+def _name(head: re.Match[str]) -> str:
+    return str(json.loads(head[1], strict=False))
 
 
 def _value(text: str, schema: Any) -> Any:

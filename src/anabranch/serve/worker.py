@@ -204,7 +204,8 @@ class Worker:
             self._score(*self._scoring[0])
         self._metrics.load(len(self._decoding) - scheduler.waiting, scheduler)
         now = time.monotonic()
-        for answer in {owner for owner, _ in self._decoding.values() if owner.deadline < now}:
+        owners = {owner for owner, _ in self._decoding.values()} | {owner for owner, _, _ in self._scoring}
+        for answer in {owner for owner in owners if owner.deadline < now}:
             self._drop(
                 answer, RequestError(504, "the request took longer than the server allows; ask for fewer tokens")
             )
