@@ -93,24 +93,49 @@ def test_a_vocabulary_that_lacks_something_is_a_sentence(key: str) -> None:
         build_tokenizer(Path("toy.gguf"), without)
 
 
-def test_byte_level_words_are_those_of_gpt2() -> None:
-    texts = [text for text, _ in originals()["llama"]["texts"]]
+@cache
+def trained() -> tuple[ByteLevelBPETokenizer, dict[str, int], list[str]]:
+    """A byte-level tokenizer of GPT-2's kind, its vocabulary and merges."""
     original = ByteLevelBPETokenizer()
-    original.train_from_iterator(texts, vocab_size=500, min_frequency=2, special_tokens=["<|endoftext|>"])
+    original.train_from_iterator(hard_texts(), vocab_size=500, min_frequency=2, special_tokens=["<|endoftext|>"])
     saved = json.loads(original._tokenizer.to_str())["model"]
-    tokens = [token for token, _ in sorted(saved["vocab"].items(), key=lambda entry: entry[1])]
+    return original, saved["vocab"], [m if isinstance(m, str) else " ".join(m) for m in saved["merges"]]
+
+
+def hard_texts() -> list[str]:
+    return [text for text, _ in originals()["llama"]["texts"]]
+
+
+def byte_level(architecture: str, pre: str) -> Any:
+    _, vocabulary, merges = trained()
+    tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda entry: entry[1])]
     fields = {
-        "general.architecture": "gpt2",
-        "gpt2.context_length": 128,
+        "general.architecture": architecture,
+        f"{architecture}.context_length": 128,
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
-        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]],
+        "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": 0,
     }
-    tokenizer = build_tokenizer(Path("toy.gguf"), fields)
-    for text in texts:
+    return build_tokenizer(Path("toy.gguf"), fields)
+
+
+def test_byte_level_words_are_those_of_gpt2() -> None:
+    original, _, _ = trained()
+    tokenizer = byte_level("gpt2", "gpt-2")
+    for text in hard_texts():
         assert ids_of(tokenizer, text) == original.encode(text).ids, ascii(text)
         assert tokenizer.decode(ids_of(tokenizer, text)) == text
     assert ids_of(tokenizer, "a<|endoftext|> b") == [*ids_of(tokenizer, "a"), 0, *ids_of(tokenizer, " b")]
+
+
+def test_byte_level_words_are_those_of_qwen2() -> None:
+    from transformers import Qwen2Tokenizer
+
+    _, vocabulary, merges = trained()
+    original = Qwen2Tokenizer(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges])
+    tokenizer = byte_level("qwen2", "qwen2")
+    for text in hard_texts():
+        assert ids_of(tokenizer, text) == ids_of(original, text), ascii(text)
