@@ -220,6 +220,20 @@ def test_rows_of_different_riders_wait_for_each_other() -> None:
     assert [ticket.emitted for ticket in tickets] == [alone(target, ticket.request) for ticket in tickets]
 
 
+def test_rows_of_two_adapters_of_one_method_share_passes() -> None:
+    target = small()
+    one, two = small_adapter(target), small_adapter(target)
+    randomise(two, seed=9)
+    drafters = [make_drafter("streams:tree=6", target, adapter) for adapter in (one, two)]
+    scheduler = Scheduler(target)
+    tickets = [scheduler.submit(request(5, n, 12), drafters[n % 2]) for n in range(4)]
+    shared = 0
+    while scheduler.busy:
+        shared = max(shared, len({ticket.drafter for ticket, _ in scheduler.tick()}))
+    assert shared == 2
+    assert [ticket.emitted for ticket in tickets] == [alone(target, ticket.request) for ticket in tickets]
+
+
 # -- errors of one request ------------------------------------------------------------------------------------------
 class OfTheUserError(Exception):
     pass
