@@ -33,6 +33,8 @@ SUMS = """
 start: term ("+" term)* ";"
 term: /[0-9]{1,2}/ | "(" start ")"
 """
+WIDE = [{"type": "object", "properties": {f"k{n}": {"type": "integer"}}, "required": [f"k{n}"]} for n in range(6)]
+MANY = {f"p{n}": {"type": "string", "pattern": "[a-z]{1,50}x"} for n in range(600)}
 DRAFTERS = ("streams", "streams:tree=chain", "prompt_lookup", "suffix", "lookahead", "auto", "streams:tree=8+suffix")
 
 
@@ -85,6 +87,10 @@ def test_speculation_writes_what_plain_decoding_writes(model: Model, drafter: st
         ({"schema": {"a": {1, 2}}}, "cannot be written as JSON"),
         ({"grammar": "start: x"}, "the grammar start: x is not supported"),
         ({"grammar": "start: /[0-9]/ b\nb: /[^\\s\\S]/"}, "allows no token after 1 new ones"),
+        ({"regex": "a" * 300_000}, "the regex has 300,000 characters; give at most"),
+        ({"regex": "(" * 400 + "a" + ")" * 400}, "nested parentheses"),
+        ({"schema": {"allOf": [{"anyOf": WIDE}] * 6}}, "schema too large"),
+        ({"schema": {"type": "object", "properties": MANY}}, "is too complex after 0 new tokens: .* has 2407 items"),
         ({"schema": {}, "regex": "a"}, "schema and regex both"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos goes on"),
     ],

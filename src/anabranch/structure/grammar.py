@@ -20,11 +20,11 @@ __all__ = ["Compiled", "Source", "compiled", "source_of"]
 
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LONGEST = 240  # characters of another library's message
-_ERROR = re.compile(r".*\berror: (.+?)(?: \d+ \| |$)")  # of a regex, behind a drawing of the place
+LARGEST = 2**18  # characters of a grammar
 
 
 class Source(NamedTuple):
-    """The option that was given, and its text: of a schema the JSON, with sorted keys where it was no text."""
+    """The option that was given, and its text: of a schema, its JSON."""
 
     kind: str
     text: str
@@ -35,6 +35,8 @@ class Compiled:
 
     def __init__(self, source: Source, vocabulary: Vocabulary) -> None:
         self.source, self.vocabulary = source, vocabulary
+        if len(source.text) > LARGEST:
+            raise InputError(f"the {source.kind} has {len(source.text):,} characters; give at most {LARGEST:,}")
         module = library()
         self.matcher = module.LLMatcher(vocabulary.tokens, _llguidance(module, source), log_level=0)
         if self.matcher.is_error():
@@ -42,7 +44,11 @@ class Compiled:
         first = self.matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error() and not first.is_accepting():
-            raise InputError(f"{named(source)} matches no text; check it")
+            why = reason(first.get_error())
+            empty = not why or "NoExtension" in why
+            raise InputError(
+                f"{named(source)} {'matches no text; check it' if empty else f'is too complex: {why}; simplify it'}"
+            )
 
 
 def source_of(given: Mapping[str, Any]) -> Source | None:
@@ -67,9 +73,9 @@ def named(source: Source) -> str:
 def reason(message: str) -> str:
     """llguidance's message in one line, without what it appends: its state and grammar, or the place of an error."""
     text = " ".join(message.split("<state>")[0].split())
-    if (error := _ERROR.search(text)) is not None:
-        text = error[1]
-    text = text.rstrip(". ^")
+    for before in (" (in regex): ", " error: "):
+        text = text.rpartition(before)[2]
+    text = re.sub(r" \d+ \| .*", "", text).rstrip(". ^")
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
