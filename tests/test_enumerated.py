@@ -166,6 +166,8 @@ def eagle(target: Decoder, folder: Path) -> Drafter:
         pytest.param(eagle, 0, id="eagle"),
         pytest.param(streams("chain"), 1, id="streams chain"),
         pytest.param(streams("product,k=2,depth=1"), 1, id="streams product"),
+        pytest.param(streams("chain,prune_threshold=0.25"), 1, id="streams chain, pruned"),
+        pytest.param(streams("product,k=2,depth=1,prune_threshold=0.25"), 1, id="streams product, pruned"),
     ],
 )
 def test_other_sampled_drafts_with_rejection(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -217,11 +217,19 @@ class DraftTree:
 
     # --- operations; all of them drop draft_probs ---------------------------------------------------------------
 
-    def select(self, kept: Sequence[int] | NDArray[np.int64]) -> DraftTree:
+    def select(self, kept: Sequence[int] | NDArray[np.int64], allowed_NV: torch.Tensor | None = None) -> DraftTree:
         """Return the subtree of the ``kept`` nodes: ascending, including the root and the parent of each.
 
         ``select([0, 1, 4])`` of the tree at the top is The - cat - ran: parents -1 0 1.
+
+        allowed_NV  the tokens that any child of each kept node would have been kept with, decided without regard to
+                    the tokens that were sampled. Then the children that are left were sampled from what is left of
+                    draft_probs, if siblings were independent of each other (``replacement``)
         """
+        if allowed_NV is not None and self.draft_probs is not None and self.replacement:
+            rows = torch.as_tensor(kept[: sum(node < len(self.draft_probs) for node in kept)])
+            left = self.draft_probs[rows] * allowed_NV[: len(rows)].to(self.draft_probs.device)
+            return replace(self.select(kept), draft_probs=left)
         nodes: list[int] = kept.tolist() if isinstance(kept, np.ndarray) else list(kept)
         assert nodes, "the root is kept"
         assert nodes[0] == 0, "the root is kept"

@@ -63,6 +63,12 @@ class Pruner:
         last = self.kept_Bn if self.then is None else self.kept_Bn.gather(1, torch.tensor(self.then[1]))
         return self._prune(self.start, self.kept_Bn, x_BND, run), Entry(list(last.numpy()))
 
+    def in_kernels(self, kind: str) -> None:
+        """PyTorch runs it."""
+
+    def positions(self, nodes: int) -> int:
+        return nodes
+
     def _prune(self, layer: int, kept_Bn: Tensor, x_BND: Tensor, run: Pass) -> Tensor:
         run.select(layer, kept_Bn)
         return x_BND.gather(1, kept_Bn[:, :, None].expand(-1, -1, x_BND.shape[2]))

@@ -150,7 +150,7 @@ def last_logits(target: Target, text: Sequence[int], width: int, *, prompt: int)
     """
     decoder = target.decoder
     assert decoder.rider is None or width <= len(text) - prompt + 1, "tokens with and without the target's own rows"
-    capacity = len(text) * (1 if decoder.rider is None else decoder.rider.places)
+    capacity = len(text) if decoder.rider is None else decoder.rider.positions(len(text))
     cache = decoder.new_cache(1, capacity)
     cache.add_row(decoder.rope().prompt(prompt, len(text)))
     start = len(text) - width

@@ -186,8 +186,8 @@ def _time_passes(target: Decoder) -> tuple[list[float], dict[int, list[float]], 
     """Times of passes over one row, ratios of wider ones by width, and the two costs of 1,000 tokens in the cache."""
     kernels, longest = target.backend.kernels, target.config.max_positions
     widths = [width for width in WIDTHS if width <= longest]
-    context, places = max(0, min(CONTEXT, longest - WIDTHS[-1])), 1 if target.rider is None else target.rider.places
-    capacity = context + places * WIDTHS[-1]
+    context, widest = max(0, min(CONTEXT, longest - WIDTHS[-1])), WIDTHS[-1]
+    capacity = context + (widest if target.rider is None else target.rider.positions(widest))
     cache = target.new_cache(1, capacity)
     cache.add_row()
 

@@ -128,8 +128,7 @@ class Batch:
             raise InputError(f"an engine needs at least 1 row and 2 tokens, got {rows} and {capacity}")
         self.target, self.drafter = target, drafter or NoDrafter()
         self.longest = min(capacity if longest is None else longest, target.config.max_positions)
-        self._places = 1 if target.rider is None else target.rider.places  # cache positions of a node during a pass
-        positions = min(capacity, self.longest) + self._places * max(margin, self.drafter.margin)
+        positions = min(capacity, self.longest) + self._room(self.drafter, margin)
         self.cache = target.new_cache(rows, positions if longest is None else room_for(positions))
         self._on_leave = on_leave
         self._members: list[Member] = []  # of the cache's slots, in order; those whose prompts are being read are last
@@ -345,6 +344,11 @@ class Batch:
         """The rider of a pass over a drafter's rows: its own, which includes the target's, or else the target's."""
         return self.target.rider if drafter.rider is None else drafter.rider
 
+    def _room(self, drafter: Drafter, margin: int = 1) -> int:
+        """Cache positions that a step needs behind a row's tokens, for at least ``margin`` nodes."""
+        nodes, rider = max(margin, drafter.margin), self.rider_of(drafter)
+        return nodes if rider is None else rider.positions(nodes)
+
     def check(self, request: Request, drafter: Drafter | None = None) -> None:
         """Raise InputError or CapabilityError if ``request`` cannot be served here."""
         self.refuse(self.target, request, drafter or self.drafter)
@@ -387,7 +391,7 @@ class Batch:
 
     def _positions(self, tokens: int, drafter: Drafter | None) -> int:
         """The positions of a cache for rows of so many tokens."""
-        return min(tokens, self.longest) + self._places * (drafter or self.drafter).margin
+        return min(tokens, self.longest) + self._room(drafter or self.drafter)
 
     def make_room(self) -> None:
         """Let the cache grow to what the next step may write, with fewer free rows where memory does not suffice.
@@ -396,8 +400,8 @@ class Batch:
         """
         if not self._members:
             return
-        margin = max(member.drafter.margin for member in self._members)
-        positions = max(len(member.row.tokens) for member in self._members) + self._places * margin
+        room = max(self._room(member.drafter) for member in self._members)
+        positions = max(len(member.row.tokens) for member in self._members) + room
         if positions <= self.cache.capacity:
             return
         try:

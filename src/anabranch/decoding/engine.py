@@ -211,8 +211,7 @@ class Engine(Batch):
         if grown is not None:
             trees = grown.trees
             drafted = [tree.size - 1 for tree in trees]
-        if result.kept is not None:
-            trees = [tree.select(kept) for tree, kept in zip(trees, result.kept, strict=True)]
+        trees = result.pruned(trees)
         scores = Scores(self.target, members, result)
         after_forward = time.perf_counter()
         verdicts = []

@@ -80,15 +80,17 @@ class TorchBackend:
             x, riding = rider.leave(x, run)
         kept = None if entry is None else entry.kept
         if kept is not None:
-            counts_B = [int((row < count).sum()) for row, count in zip(kept, counts_B, strict=True)]
+            counts_B = [len(row) for row in kept]
+        allowed = None if entry is None else entry.allowed
         b, n = x.shape[:2]
         return PassResult(
             counts_B,
             range(0, b * n, n),
             self.normed(network, x).flatten(0, 1),
             taps=tapped,
-            kept=None if kept is None else [row[:count] for row, count in zip(kept, counts_B, strict=True)],
+            kept=kept,
             riding_MSD=riding,
+            allowed_B=None if allowed is None else [row[:n] for row, n in zip(allowed, counts_B, strict=True)],
         )
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:

@@ -36,25 +36,28 @@ class Inputs:
 
     prefill_B  the number of each row's leading nodes that are prompt tokens, a chain: only their keys and values are
                computed, and the result of the pass is without them; empty: none
+    sampled    a tree carries the distributions that it was sampled from
     """
 
     tokens_M: NDArray[np.int64]
     parents_M: NDArray[np.int64]
     counts_B: Sequence[int]
     prefill_B: Sequence[int] = ()
+    sampled: bool = False
 
     @staticmethod
     def of_trees(trees: Sequence[DraftTree], prompts: Sequence[Sequence[int]] = ()) -> Inputs:
         """The draft trees of one step, one for each row, each below a chain of prompt tokens if ``prompts`` has any."""
+        sampled = any(tree.draft_probs is not None for tree in trees)
         if len(trees) == 1 and not any(prompts):
-            return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,))
+            return Inputs(trees[0].tokens, trees[0].parents, (trees[0].size,), (), sampled)
         tokens, parents = [tree.tokens for tree in trees], [tree.parents for tree in trees]
         counts, prefill = [tree.size for tree in trees], [len(prompt) for prompt in prompts]
         if any(prefill):
             tokens = [np.concatenate((np.array(p, np.int64), t)) for p, t in zip(prompts, tokens, strict=True)]
             parents = [np.concatenate((np.arange(-1, n - 1), p + n)) for n, p in zip(prefill, parents, strict=True)]
             counts = [n + count for n, count in zip(prefill, counts, strict=True)]
-        return Inputs(np.concatenate(tokens), np.concatenate(parents), counts, prefill if any(prefill) else ())
+        return Inputs(np.concatenate(tokens), np.concatenate(parents), counts, prefill if any(prefill) else (), sampled)
 
     @staticmethod
     def of_chains(tokens_BN: NDArray[np.int64]) -> Inputs:

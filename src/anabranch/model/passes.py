@@ -23,7 +23,9 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.device.layers import attend, trusted
 from anabranch.model.inputs import Inputs, starts_of
 from anabranch.model.recurrent import Ancestry, DeltaNet
+from anabranch.model.riding import NativeRider
 from anabranch.model.rope import Rope
+from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 
 __all__ = ["Entry", "Need", "Nodes", "Pass", "PassRequest", "PassResult", "Rider"]
@@ -181,10 +183,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Entry:
-    """A rider's state in a pass: the nodes it ``kept`` (as in ``PassResult``), and data of its ``own``."""
+    """A rider's state in a pass: the nodes it ``kept`` (as in ``PassResult``), and data of its ``own``.
+
+    allowed  tokens below each node after pruning [B, N, V] that it would have kept; None: it may drop any
+    """
 
     kept: Sequence[NDArray[np.int64]] | None = None
     own: Any = None
+    allowed: Tensor | None = None
 
 
 class Rider(Protocol):
@@ -193,7 +199,6 @@ class Rider(Protocol):
     rides   it adds rows; if not, ``layer`` and ``leave`` are not called
     fixed   its shapes follow from the pass alone, so that the pass can be captured as a graph
     native  the native kernels compute all main rows, if they run the target
-    places  cache positions used per node while the pass runs
     alters  the trained module whose rows the main rows attend to, which is then part of the decoded model; None: main
             rows are the same as without the rider
 
@@ -204,8 +209,13 @@ class Rider(Protocol):
     rides: bool
     fixed: bool
     native: bool
-    places: int
     alters: object | None
+
+    def positions(self, nodes: int) -> int:
+        """Cache positions that a row of so many nodes uses while the pass runs."""
+
+    def in_kernels(self, kind: str) -> NativeRider | None:
+        """This rider for the native kernels, beside weights of a kind; None: PyTorch computes its rows."""
 
     def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """All rows [B, R, D] from the main rows before layer ``start``, which come first; may ``run.select``."""
@@ -255,6 +265,8 @@ class PassResult(NamedTuple):
     taps          main rows [M, D] before each tapped layer
     kept          the nodes of each row that were not pruned, ascending; None: nothing was pruned
     riding_MSD    states of the rows that a rider added, after the last norm; None: it added none
+    allowed_B     for each row the tokens below each kept node [N, V] that pruning keeps, whatever else is in the tree;
+                  None: that depends on the tree, or no tree was sampled (``Inputs.sampled``)
     """
 
     counts_B: Sequence[int]
@@ -266,10 +278,18 @@ class PassResult(NamedTuple):
     kept: Sequence[NDArray[np.int64]] | None = None
     riding_MSD: Tensor | None = None
     verdicts: Sequence[Verdict] | None = None
+    allowed_B: Sequence[Tensor] | None = None
 
     def nodes(self, row: int) -> slice:
         """The indices of a row's nodes in M."""
         return slice(self.starts_B[row], self.starts_B[row] + self.counts_B[row])
+
+    def pruned(self, trees: list[DraftTree]) -> list[DraftTree]:
+        """The trees of the pass without the nodes that were pruned."""
+        if self.kept is None:
+            return trees
+        allowed_B: Sequence[Tensor | None] = self.allowed_B or [None] * len(trees)
+        return [tree.select(kept, left) for tree, kept, left in zip(trees, self.kept, allowed_B, strict=True)]
 
     def without_prefill(self, inputs: Inputs) -> PassResult:
         """The result without the nodes of ``inputs.prefill_B``; before logits are computed, and without a rider."""

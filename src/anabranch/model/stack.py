@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from anabranch.model.backends import TorchBackend
 from anabranch.model.blocks import Block, Norm
@@ -25,6 +26,7 @@ from anabranch.model.inputs import starts_of
 from anabranch.model.native_linear import NativeLinear, places_of, table_of
 from anabranch.model.network import Network, rounded
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult
+from anabranch.model.riding import RiderCall
 from anabranch.native import library as native
 from anabranch.native.arguments import address, require
 from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
@@ -205,7 +207,6 @@ class Stack:
         x_MD: Tensor | None = None,
         *,
         trailing: bool = False,
-        own: int = 0,
         prompts: Sequence[int] = (),
     ) -> StackStep:
         """The nodes of a pass over rows of ``lengths`` committed tokens.
@@ -216,7 +217,6 @@ class Stack:
         x_MD       the initial rows, float32; None: the pass starts from tokens
         trailing   the nodes follow the newest committed token and see its sliding window, not one of their own
         prompts    the length of the prompt of each row that has prompt tokens to read [B], else 0 (``Rope``); empty: 0
-        own        S: each of a row's first count / (1 + S) nodes also sees S of the later nodes, in the same order
         """
         lengths_B, starts = array("q", lengths), array("q", accumulate(counts, initial=0))
         nodes = starts[-1]
@@ -233,7 +233,6 @@ class Stack:
             self._window,
             trailing,
             table.shape[1],
-            own,
             None if x_MD is None else x_MD.data_ptr(),
             cos,
             sin,
@@ -273,14 +272,15 @@ class Stack:
         slot: int,
         *,
         need: Need,
-        tapped: int | None = None,
+        taps: Sequence[int] = (),
         prefill: Sequence[int] = (),
-    ) -> tuple[Tensor, NDArray[np.int64] | None, Tensor | None]:
+        rider: RiderCall | None = None,
+    ) -> tuple[Tensor, NDArray[np.int64] | None, dict[int, Tensor]]:
         """Run a whole pass in one call.
 
         Returns hidden states after the last norm [M, D] in the weights' type (empty if only keys and values are
-        needed), the greedy tokens [M] if these are needed, and the float32 rows before layer ``tapped`` [M, D]; all
-        without each row's first ``prefill`` nodes (``Inputs.prefill_B``).
+        needed), the greedy tokens [M] if these are needed, and the float32 rows before the layers ``taps`` [M, D]; all
+        without each row's first ``prefill`` nodes (``Inputs.prefill_B``) and without what a ``rider`` prunes.
         """
         assert self._ends is not None, "only a stack made by of_target runs whole passes"
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
@@ -290,15 +290,20 @@ class Stack:
         require(len(prefill) in (0, step.native.batch), "{} counts of prompt tokens in a pass", len(prefill))
         hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.dtype)
         chosen = np.empty(nodes, np.int64) if need == "tokens" else None
-        seen = None if tapped is None else torch.empty((nodes, d), dtype=torch.float32)
+        layers = np.array(sorted(set(taps)), np.int32)
+        seen = torch.empty((len(layers), nodes, d), dtype=torch.float32)
+        tapped = native.Taps(len(layers), nodes, address(layers), seen.data_ptr()) if len(layers) else None
         ends = native.Ends.from_buffer_copy(self._ends)
         ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr() or None
         ends.chosen = None if chosen is None else address(chosen)
         prefill_B = np.array(prefill, np.int64) if any(prefill) else None
         ends.prefill = None if prefill_B is None else address(prefill_B)
         ready = self.ready(cache, slot, 0, self.config.num_layers)
-        self.kernels.layers(*ready, step.native, ends, seen, tapped or 0, sum(prefill))
-        return hidden, chosen, seen
+        self.kernels.layers(*ready, step.native, ends, None if rider is None else rider.native, tapped)
+        if rider is not None:
+            nodes = sum(rider.counts)
+            hidden, chosen = hidden[:nodes], None if chosen is None else chosen[:nodes]
+        return hidden, chosen, {int(layer): rows[:nodes] for layer, rows in zip(layers, seen, strict=True)}
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalise float32 rows [..., D], in the weights' type."""
@@ -344,10 +349,9 @@ class ProductsBackend(TorchBackend):
 
 
 class NativeBackend(ProductsBackend):
-    """Runs the layers in the native kernels: a pass without a rider is one call, from token ids to chosen tokens.
+    """Runs passes in the native kernels: one call, from token ids to chosen tokens, with the rows that ride.
 
-    With a rider, the kernels run the main rows layer by layer, and PyTorch the rows that ride. Several tapped layers
-    take one call for the layers between two of them.
+    With a rider that the kernels do not know, they run the main rows layer by layer, and PyTorch the rows that ride.
     """
 
     ragged = True
@@ -358,21 +362,29 @@ class NativeBackend(ProductsBackend):
         self.kernels = stack.kernels
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
-        """Run a pass without padding its rows; a rider or several tapped layers take several calls."""
+        """Run a pass without padding its rows."""
         inputs, cache, slots, taps, rider, need, sides = request
         assert sides is None, "a target with LoRAs by row is not packed"
-        if rider is not None or len(taps) > 1:
+        riding = None if rider is None else rider.in_kernels(self.stack.kind)
+        if rider is not None and riding is None:
             return super().run(network, request)
+        counts = inputs.counts_B
+        words = network.config.vocab_size if inputs.sampled else 0
+        call = None if riding is None else riding.call(counts, network.config.hidden_size, cache.dtype, words)
         prompts = cache.unread(slots) if network.rope().varies else ()
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, cache.capacity, prompts=prompts)
-        tapped = taps[0] if taps else None
         if need == "tokens" and network.config.logit_softcap is not None:
             need = "hidden"
         hidden, tokens, seen = self.stack.through(
-            inputs.tokens_M, step, cache, slots.start, need=need, tapped=tapped, prefill=inputs.prefill_B
+            inputs.tokens_M, step, cache, slots.start, need=need, taps=taps, prefill=inputs.prefill_B, rider=call
         )
-        rows_before = {} if seen is None or tapped is None else {tapped: seen}
-        return PassResult(inputs.returned_B, starts_of(inputs.returned_B), hidden, tokens, taps=rows_before)
+        if rider is None or call is None:
+            return PassResult(inputs.returned_B, starts_of(inputs.returned_B), hidden, tokens, taps=seen)
+        ridden, counts = call.result(), call.counts
+        if ridden.kept is not None:
+            rectangle = pad_sequence([torch.from_numpy(nodes) for nodes in ridden.kept], batch_first=True)
+            cache.select(rider.start, rectangle)
+        return PassResult(counts, starts_of(counts), hidden, tokens, taps=seen, **ridden._asdict())
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Run layers ``low`` to ``high`` - 1 in float32."""

@@ -20,6 +20,7 @@ template <class T>
 struct Activations {
   float* qkv;
   T *hidden, *heads, *inner, *low;
+  T* terms;      // of streams' rows, inside a low-rank term
   float* added;  // what attention or the MLP adds to the rows, before its norm
 };
 
@@ -80,14 +81,15 @@ class CachedRows {
 // ---- tasks --------------------------------------------------------------------------------------------------------
 
 // number of queries of a batch row whose scores fit the second-level cache
-inline int cached_queries(const RaggedBatch& batch, int b) {
-  return std::max(1, std::min(MAX_TASK_QUERIES, 131072 / batch.span(b)));
+inline int cached_queries(const PassPlan& plan, int b) {
+  return std::max(1, std::min(MAX_TASK_QUERIES, 131072 / plan.span(b)));
 }
 
-// Number of queries per task. ``even``: tasks of ``cached_queries`` divide evenly among the threads.
-inline int queries_per_task(const Shape& s, const RaggedBatch& batch, int b, int threads, bool even) {
-  const int group = s.heads / s.kv_heads, queries = batch.count(b) * group;
-  int size = cached_queries(batch, b);
+// Number of queries per task, of so many queries of a batch row. ``even``: tasks of ``cached_queries`` divide evenly among the
+// threads.
+inline int queries_per_task(const Shape& s, const PassPlan& plan, int b, int queries, int threads, bool even) {
+  const int group = s.heads / s.kv_heads;
+  int size = cached_queries(plan, b);
   // transposing the keys takes as long as three queries, so a task has at least the queries of one node
   if (!even) size = std::min(size, std::max(group, (queries + threads - 1) / threads));
   // tasks of about the same size, rounded up: queries are scored three, six or twelve at a time
@@ -99,26 +101,32 @@ inline int queries_per_task(const Shape& s, const RaggedBatch& batch, int b, int
 // Plans the attention tasks of a pass, and reserves the threads' scratch memory: jobs must not throw.
 template <class T>
 void plan_attention(Runner& runner, const Shape& s, const Activations<T>& rows, PassPlan& plan) {
-  const int group = s.heads / s.kv_heads, threads = runner.pool.size();
+  const int group = s.heads / s.kv_heads, threads = runner.pool.size(), streams = plan.streams.count;
+  // calls f(batch row, its first row of the pass, number of queries) for the nodes and the streams of each batch row
+  const auto each = [&](auto&& f) {
+    for (int b = 0; b < plan.batch; ++b) {
+      if (plan.count(b) == 0) continue;
+      f(b, plan.start(b), plan.count(b) * group);
+      if (streams > 0) f(b, plan.nodes + plan.start(b) * streams, plan.count(b) * streams * group);
+    }
+  };
   int64_t tasks = 0, queries_of_task = 0, scores = 0;
-  for (int b = 0; b < plan.batch; ++b) {
-    if (plan.count(b) == 0) continue;
+  each([&](int b, int, int queries) {
     const int size = cached_queries(plan, b);
-    tasks += s.kv_heads * ((plan.count(b) * group + size - 1) / size);
-  }
+    tasks += s.kv_heads * ((queries + size - 1) / size);
+  });
   std::vector<AttentionTask>& list = *plan.tasks;
   list.clear();
-  for (int b = 0; b < plan.batch; ++b) {
-    const int queries = plan.count(b) * group;
-    if (queries == 0) continue;
-    const int size = queries_per_task(s, plan, b, threads, tasks % threads == 0);
+  each([&](int b, int node, int queries) {
+    const int size = queries_per_task(s, plan, b, queries, threads, tasks % threads == 0);
     queries_of_task = std::max<int64_t>(queries_of_task, size);
     scores = std::max(scores, size * padded_scores(plan.span(b)));
     for (int head = 0; head < s.kv_heads; ++head)
-      for (int first = 0; first < queries; first += size) list.push_back({b, head, first, std::min(size, queries - first)});
-  }
+      for (int first = 0; first < queries; first += size)
+        list.push_back({b, head, node, first, std::min(size, queries - first)});
+  });
   for (Scratch& memory : runner.scratch) {
-    if (rows.hidden == nullptr) memory.hidden.of<T>(row_offset<T>(plan.nodes, s.d));
+    if (rows.hidden == nullptr) memory.hidden.of<T>(row_offset<T>(plan.rows, s.d));
     memory.queries.of<Operand<Storage<T>>>(queries_of_task * s.e);
     memory.scores.of<float>(scores);
     memory.sums.of<F32x16>(queries_of_task * s.e / 16);
@@ -241,10 +249,8 @@ class Attention {
         values_(l.values, head_offset()) {
     group_ = s.heads / s.kv_heads;
     length_ = static_cast<int>(plan.lengths[task.row]);
-    // nodes do not attend to later ones, except to their own
-    const int last_node = node_of(task.count - 1), owner = plan.start(task.row) + plan.owners(task.row) - 1;
-    int last = plan.ancestors[plan.offsets[last_node + 1] - 1];
-    if (node_of(0) <= owner && owner < last_node) last = std::max(last, plan.ancestors[plan.offsets[owner + 1] - 1]);
+    const int last_row = node_of(task.count - 1), last = plan.ancestors[plan.offsets[last_row + 1] - 1];
+    // the rows of a task do not attend to later keys than its last row
     span_ = length_ + last + 1;
     width_ = padded_scores(span_);
     q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
@@ -274,7 +280,7 @@ class Attention {
 
   int64_t head_offset() const { return task_.row * s_.row_stride + task_.head * s_.head_stride; }
 
-  int node_of(int i) const { return plan_.start(task_.row) + (task_.first + i) / group_; }
+  int node_of(int i) const { return task_.node + (task_.first + i) / group_; }
 
   void rotate_queries() {
     for (int i = 0; i < task_.count; ++i) {
@@ -329,7 +335,7 @@ class Attention {
       int same = 1;
       while (same < AT_ONCE && i + same < task_.count && plan_.first[node_of(i + same)] == from) ++same;
       const int queries = same == AT_ONCE ? AT_ONCE : same >= 3 ? 3 : 1;
-      int common = plan_.count(task_.row);
+      int common = plan_.keys(task_.row);
       for (int node = node_of(i); node <= node_of(i + queries - 1); ++node) common = std::min(common, plan_.run[node]);
       parts[count++] = {i, queries, from, (length_ - from + common) / PER_LANE<Q> * PER_LANE<Q>};
       i += queries;

@@ -91,7 +91,9 @@ constexpr int32_t LAYOUT[] = {
     sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, type),
     sizeof(Layer),  offsetof(Layer, values),      sizeof(Shape),       offsetof(Shape, head_stride),
     sizeof(RaggedBatch), offsetof(RaggedBatch, rotations), sizeof(Ends), offsetof(Ends, prefill),
-    sizeof(Screen), offsetof(Screen, size),
+    sizeof(Screen), offsetof(Screen, size), sizeof(LowRank), offsetof(LowRank, up),
+    sizeof(StreamLayer), offsetof(StreamLayer, replaces), sizeof(Rider), offsetof(Rider, sums),
+    sizeof(Taps), offsetof(Taps, rows),
 };
 
 }  // namespace
@@ -321,18 +323,27 @@ int anabranch_draw(void* runner, const float* z, int count, int width, float tem
   });
 }
 
-// see run_pass; ``ends`` and ``tap`` may be null
+// see run_pass and run_with_rider; ``ends``, ``rider`` and ``taps`` may be null
 int anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const RaggedBatch* batch,
-                     const Ends* ends, float* tap, int tapped) {
+                     const Ends* ends, const Rider* rider, const Taps* taps) {
   return guarded([&] {
-    check(kind, runner, shape, layers, count, batch);
+    check(kind, runner, shape, layers, count, batch, rider == nullptr || rider->prunes() ? 0 : rider->streams.count);
     if (ends == nullptr)
-      require(batch->x != nullptr, "a pass has no tokens and no rows");
+      require(batch->x != nullptr && rider == nullptr, "a pass has no tokens and no rows");
     else
       check(kind, *shape, *batch, *ends);
+    const Taps none{}, &tapped = taps == nullptr ? none : *taps;
+    int64_t prefill = 0;
+    for (int b = 0; ends != nullptr && ends->prefill != nullptr && b < batch->batch; ++b) prefill += ends->prefill[b];
+    check(tapped, count, static_cast<int>(batch->nodes - prefill));
+    if (rider != nullptr) check(kind, *shape, layers, count, *batch, *ends, *rider);
     with_row_type(kind, [&](auto row_type) {
       using T = typename decltype(row_type)::type;
-      run_pass<T>(ready(runner), *shape, layers, count, *batch, ends, tap, tapped);
+      Runner& self = ready(runner);
+      if (rider == nullptr)
+        run_pass<T>(self, *shape, layers, count, *batch, ends, tapped);
+      else
+        run_with_rider<T>(self, *shape, layers, count, *batch, *ends, *rider, tapped);
     });
     return DONE;
   });

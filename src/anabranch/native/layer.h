@@ -9,20 +9,38 @@ namespace {
 // Number of rows from which threads share the norms of a pass: then a barrier takes less time than computing all of them.
 constexpr int SHARED_NORM_ROWS = 64;
 
-// memory for the rows between the products of ``count`` layers
+// a low-rank term: x -> (x down') up'; data null: none
+struct LowRank {
+  Packed down, up;
+
+  int rank() const { return down.data == nullptr ? 0 : down.outputs; }
+};
+
+// the weights of a layer for streams only
+struct StreamLayer {
+  LowRank qkv, out, up, down;  // added to the layer's products
+  LowRank mlp;                 // silu(h down') up', added to the MLP or instead of it
+  int32_t replaces;            // 1: instead
+};
+
+// memory for ``rows`` rows between the products of ``count`` layers; ``sides`` may be null
 template <class T>
-Activations<T> activations(Runner& runner, const Shape& s, const Layer* layers, int count, int nodes) {
-  const int64_t m = nodes;
-  int rank = 1;
+Activations<T> activations(Runner& runner, const Shape& s, const Layer* layers, int count, const StreamLayer* sides, int rows) {
+  const int64_t m = rows;
+  int rank = 1, terms = 1;
   bool added = false;
   for (int i = 0; i < count; ++i) {
     rank = std::max(rank, layers[i].low.data == nullptr ? 0 : layers[i].low.outputs);
     added = added || layers[i].after_attention != nullptr || layers[i].after_mlp != nullptr;
+    if (sides == nullptr) continue;
+    rank = std::max(rank, sides[i].mlp.rank());
+    for (const LowRank* term : {&sides[i].qkv, &sides[i].out, &sides[i].up, &sides[i].down}) terms = std::max(terms, term->rank());
   }
   return {runner.qkv.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e),
-          nodes < SHARED_NORM_ROWS ? nullptr : runner.hidden.of<T>(row_offset<T>(m, s.d)),
+          rows < SHARED_NORM_ROWS ? nullptr : runner.hidden.of<T>(row_offset<T>(m, s.d)),
           runner.heads.of<T>(row_offset<T>(m, s.heads * s.e)), runner.inner.of<T>(row_offset<T>(m, s.inner)),
-          runner.low.of<T>(row_offset<T>(m, rank)), added ? runner.added.of<float>(m * s.d) : nullptr};
+          runner.low.of<T>(row_offset<T>(m, rank)), runner.terms.of<T>(row_offset<T>(m, terms)),
+          added ? runner.added.of<float>(m * s.d) : nullptr};
 }
 
 // The plan of a pass for layers without and with a window, and memory for its rows.
@@ -30,6 +48,7 @@ template <class T>
 struct PreparedPass {
   PassPlan plan, sliding;
   Activations<T> rows;
+  const StreamLayer* sides;  // of each layer; null: none
 };
 
 // calls f(activation)
@@ -53,9 +72,11 @@ inline void normalize(const Shape& s, const float* x, const float* weight, const
 template <class T>
 class LayerPart {
  public:
-  LayerPart(Runner& runner, const Shape& s, const Layer& l, const PreparedPass<T>& pass, int thread)
-      : runner_(runner), pool_(runner.pool), s_(s), l_(l), plan_(l.slides != 0 ? pass.sliding : pass.plan), rows_(pass.rows),
-        thread_(thread), m_(pass.plan.nodes) {
+  // ``side`` are the layer's weights for streams; null: none
+  LayerPart(Runner& runner, const Shape& s, const Layer& l, const StreamLayer* side, const PreparedPass<T>& pass, int thread)
+      : runner_(runner), pool_(runner.pool), s_(s), l_(l), side_(side), plan_(l.slides != 0 ? pass.sliding : pass.plan),
+        rows_(pass.rows), thread_(thread), m_(pass.plan.rows), main_(pass.plan.nodes),
+        fed_(side != nullptr && side->replaces != 0 ? main_ : m_) {
     Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
     h_ = rows_.hidden == nullptr ? memory.hidden.of<T>(row_offset<T>(m_, s.d)) : rows_.hidden;
   }
@@ -135,12 +156,59 @@ class LayerPart {
     }
   }
 
+  // a term of streams, with its rows inside the term; null: none
+  const LowRank* with_rows(LowRank StreamLayer::*which, const T* x) {
+    if (side_ == nullptr || (side_->*which).down.data == nullptr) return nullptr;
+    const LowRank& term = side_->*which;
+    down(term.down, x, rows_.terms, [](F32x16 v) { return v; });
+    pool_.barrier();
+    return &term;
+  }
+
+  // y = activation(x w') for streams
+  template <class A>
+  void down(const Packed& w, const T* x, T* y, A activation) {
+    multiply_tiles(pool_, x + row_offset<T>(main_, w.width), m_ - main_, w, thread_,
+                   [&](int row, int b, F32x16 low, F32x16 high) {
+                     store32(y + row_offset<T>(row, w.outputs), b, activation(low), activation(high));
+                   });
+  }
+
+  // Adds block b of a product of ``low``, the rows of streams inside a term, to the sums of ``count`` rows from ``first`` on.
+  void add_term(const Packed& up, const T* low, int first, int count, int b, Sums& acc) {
+    const int skipped = std::max(0, main_ - first), streams = count - skipped;
+    if (streams <= 0) return;
+    Sums more;
+    clear_sums(more, streams);
+    multiply_rows(0, streams, low + row_offset<T>(first + skipped - main_, up.width), up, b, more);
+    for (int i = 0; i < streams; ++i)
+      for (int half = 0; half < 2; ++half) acc[skipped + i][half] = acc[skipped + i][half] + more[i][half];
+  }
+
+  // ``multiply`` of the first ``count`` rows, without the first ``skipped`` blocks of outputs, with a term (or null) of streams
+  template <class Done>
+  void multiply_all(const T* x, int count, const Packed& w, int skipped, const LowRank* term, Done&& done) {
+    const Packed rest = w.from(skipped);
+    if (term == nullptr)
+      return multiply(pool_, x, count, rest, thread_,
+                      [&](int row, int b, F32x16 low, F32x16 high) { done(row, b + skipped, low, high); });
+    const int size = tile_rows<T>(count, w.width);
+    pool_.parallel_for(rest.blocks(), thread_, [&](int b) {
+      Sums acc;
+      for (int r = 0; r < count; r += size) {
+        clear_sums(acc, size);
+        const int n = multiply_rows(r, count, x, rest, b, acc);
+        add_term(term->up, rows_.terms, r, n, b + skipped, acc);
+        for (int i = 0; i < n; ++i) done(r + i, b + skipped, acc[i][0], acc[i][1]);
+      }
+    });
+  }
+
   // q, k and v, without the first ``skipped`` blocks of outputs
   void project_in(int skipped) {
     norm(l_.norm_in, l_.norm_in_bias);
-    const Packed rest = l_.qkv.from(skipped);
-    multiply(pool_, h_, m_, rest, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
-      b += skipped;
+    const LowRank* term = with_rows(&StreamLayer::qkv, h_);
+    multiply_all(h_, m_, l_.qkv, skipped, term, [&](int row, int b, F32x16 low, F32x16 high) {
       add_bias(l_.qkv_bias, b, BLOCK, &low, &high);
       float* to = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + b * BLOCK;
       store16(to, low);
@@ -148,20 +216,34 @@ class LayerPart {
     });
   }
 
-  // writes the nodes' keys and values after those of the committed tokens
+  // the value of a row, rotated where that tells streams apart (``turned`` [E])
+  const float* turned_value(const float* value, int row, float* turned) const {
+    if (plan_.streams.turns == nullptr || row < main_) return value;
+    const float* turn = plan_.streams.turns + (row - main_) % plan_.streams.count * 2;
+    const F32x16 cos = broadcast(turn[0]), sin = broadcast(turn[1]);
+    for (int i = 0, half = s_.e / 2; i < half; i += 16) {  // heads have multiples of 32 channels
+      const F32x16 left = load16(value + i), right = load16(value + i + half);
+      store16(turned + i, left * cos - right * sin);
+      store16(turned + i + half, left * sin + right * cos);
+    }
+    return turned;
+  }
+
+  // writes the rows' keys and values after those of the committed tokens
   void store_keys_values() {
     using P = Storage<T>;
     int first, last;
     split_range(m_ * s_.kv_heads, pool_.size(), thread_, &first, &last);
     for (int i = first; i < last; ++i) {
-      const int row = i / s_.kv_heads, head = i % s_.kv_heads, b = plan_.row[row], node = row - plan_.start(b);
+      const int row = i / s_.kv_heads, head = i % s_.kv_heads, b = plan_.row[row];
       const float* keys = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + s_.heads * s_.e;
-      const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + node) * s_.cached();
+      const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + plan_.key[row]) * s_.cached();
       const int64_t angle = plan_.rotation_of[row] * s_.rope_dim + l_.rope_keys;
       const auto rotate_to = [&](auto* to) {
         rotate(keys, head, s_.kv_heads, l_.k_norm, s_, l_.rope_width, plan_.cos + angle, plan_.sin + angle, to);
       };
-      const float* value = keys + (s_.kv_heads + head) * s_.e;
+      alignas(64) float turned[MAX_HEAD];
+      const float* value = turned_value(keys + (s_.kv_heads + head) * s_.e, row, turned);
       if (s_.quantized_cache) {
         alignas(64) float key[MAX_HEAD];
         rotate_to(key);
@@ -175,7 +257,8 @@ class LayerPart {
   }
 
   void project_out() {
-    multiply(pool_, rows_.heads, m_, l_.out, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+    const LowRank* term = with_rows(&StreamLayer::out, rows_.heads);
+    multiply_all(rows_.heads, m_, l_.out, 0, term, [&](int row, int b, F32x16 low, F32x16 high) {
       add_bias(l_.out_bias, b, BLOCK, &low, &high);
       add_to_row(l_.after_attention != nullptr, row, b, low, high);
     });
@@ -185,7 +268,11 @@ class LayerPart {
   // inner of the MLP; low = silu(h low'). The low-rank term may replace the MLP.
   void mlp_up() {
     norm(l_.norm_mlp, l_.norm_mlp_bias);
-    with_activation(s_.activation, [&](auto activation) { s_.gated != 0 ? gated_up(activation) : plain_up(activation); });
+    if (side_ != nullptr && side_->mlp.down.data != nullptr)
+      down(side_->mlp.down, h_, rows_.low, [](F32x16 v) { return silu(v); });
+    const LowRank* term = with_rows(&StreamLayer::up, h_);
+    with_activation(s_.activation,
+                    [&](auto activation) { s_.gated != 0 ? gated_up(activation, term) : plain_up(activation, term); });
     if (l_.low.data != nullptr)
       multiply(pool_, h_, m_, l_.low, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
         store32(rows_.low + row_offset<T>(row, l_.low.outputs), b, silu(low), silu(high));
@@ -194,9 +281,9 @@ class LayerPart {
 
   // inner = activation(up)
   template <class A>
-  void plain_up(A activation) {
+  void plain_up(A activation, const LowRank* term) {
     if (l_.up.data == nullptr) return;
-    multiply(pool_, h_, m_, l_.up, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+    multiply_all(h_, fed_, l_.up, 0, term, [&](int row, int b, F32x16 low, F32x16 high) {
       add_bias(l_.up_bias, b, BLOCK, &low, &high);
       store32(rows_.inner + row_offset<T>(row, s_.inner), b, activation(low), activation(high));
     });
@@ -204,15 +291,19 @@ class LayerPart {
 
   // inner = activation(gate) * up, whose blocks alternate
   template <class A>
-  void gated_up(A activation) {
+  void gated_up(A activation, const LowRank* term) {
     Sums gate, up;
-    const int size = tile_rows<T>(m_, BLOCK);  // all widths of a layer are multiples of BLOCK
+    const int size = tile_rows<T>(fed_, BLOCK);  // all widths of a layer are multiples of BLOCK
     pool_.parallel_for(l_.up.data == nullptr ? 0 : s_.inner / BLOCK, thread_, [&](int b) {
-      for (int r = 0; r < m_; r += size) {
+      for (int r = 0; r < fed_; r += size) {
         clear_sums(gate, size);
-        multiply_rows(r, m_, h_, l_.up, 2 * b, gate);
+        multiply_rows(r, fed_, h_, l_.up, 2 * b, gate);
         clear_sums(up, size);
-        const int n = multiply_rows(r, m_, h_, l_.up, 2 * b + 1, up);
+        const int n = multiply_rows(r, fed_, h_, l_.up, 2 * b + 1, up);
+        if (term != nullptr) {
+          add_term(term->up, rows_.terms, r, n, 2 * b, gate);
+          add_term(term->up, rows_.terms, r, n, 2 * b + 1, up);
+        }
         for (int i = 0; i < n; ++i) {
           add_bias(l_.up_bias, 2 * b, BLOCK, &gate[i][0], &gate[i][1]);
           add_bias(l_.up_bias, 2 * b + 1, BLOCK, &up[i][0], &up[i][1]);
@@ -223,20 +314,33 @@ class LayerPart {
     });
   }
 
-  // x += inner down' + low high'
+  // x += inner down' + low high', and the terms of streams
   void mlp_down() {
-    const int size = tile_rows<T>(m_, BLOCK);
+    const LowRank* term = with_rows(&StreamLayer::down, rows_.inner);
+    const Packed* high = side_ == nullptr || side_->mlp.up.data == nullptr ? nullptr : &side_->mlp.up;
+    const int size = tile_rows<T>(fed_, BLOCK), rest = m_ - fed_, of_rest = tile_rows<T>(rest, BLOCK);
+    const auto add = [&](int row, int count, int b, Sums& acc) {
+      for (int i = 0; i < count; ++i) {
+        add_bias(l_.down_bias, b, BLOCK, &acc[i][0], &acc[i][1]);
+        add_to_row(l_.after_mlp != nullptr, row + i, b, acc[i][0], acc[i][1]);
+      }
+    };
     pool_.parallel_for(s_.d / BLOCK, thread_, [&](int b) {
       Sums acc;
-      for (int r = 0; r < m_; r += size) {
-        const int n = std::min(size, m_ - r);
+      for (int r = 0; r < fed_; r += size) {
+        const int n = std::min(size, fed_ - r);
         clear_sums(acc, size);
-        if (l_.up.data != nullptr) multiply_rows(r, m_, rows_.inner, l_.down, b, acc);
-        if (l_.low.data != nullptr) multiply_rows(r, m_, rows_.low, l_.high, b, acc);
-        for (int i = 0; i < n; ++i) {
-          add_bias(l_.down_bias, b, BLOCK, &acc[i][0], &acc[i][1]);
-          add_to_row(l_.after_mlp != nullptr, r + i, b, acc[i][0], acc[i][1]);
-        }
+        if (l_.up.data != nullptr) multiply_rows(r, fed_, rows_.inner, l_.down, b, acc);
+        if (l_.low.data != nullptr) multiply_rows(r, fed_, rows_.low, l_.high, b, acc);
+        if (term != nullptr) add_term(term->up, rows_.terms, r, n, b, acc);
+        if (high != nullptr) add_term(*high, rows_.low, r, n, b, acc);
+        add(r, n, b, acc);
+      }
+      for (int r = 0; r < rest; r += of_rest) {  // streams without the MLP, and without its bias
+        const int n = std::min(of_rest, rest - r);
+        clear_sums(acc, of_rest);
+        multiply_rows(r, rest, rows_.low, *high, b, acc);
+        for (int i = 0; i < n; ++i) add_to_row(l_.after_mlp != nullptr, fed_ + r + i, b, acc[i][0], acc[i][1]);
       }
     });
     add_normed(l_.after_mlp);
@@ -246,42 +350,64 @@ class LayerPart {
   ThreadPool& pool_;
   const Shape& s_;
   const Layer& l_;
+  const StreamLayer* side_;
   const PassPlan& plan_;
   const Activations<T>& rows_;
   const int thread_, m_;
+  const int main_, fed_;  // the first rows of m_: of nodes, and of those that pass through the MLP
   T* h_;
 };
 
-// Plans a pass and allocates all of its memory; ``x`` holds the rows [M, D] if the batch has none.
+// Plans a pass and allocates all of its memory; ``x`` holds the rows [M (1 + S), D] if the batch has none.
 template <class T>
 PreparedPass<T> prepare_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch,
-                             PassMemory& memory, Workspace& x) {
+                             PassMemory& memory, Workspace& x, const Streams& streams = {}, const StreamLayer* sides = nullptr) {
   int sliding = 0;
   for (int i = 0; i < count; ++i) sliding += layers[i].slides;
   RaggedBatch all = batch;
-  if (all.x == nullptr) all.x = x.of<float>(static_cast<int64_t>(batch.nodes) * s.d);
-  PreparedPass<T> pass{{}, {}, activations<T>(runner, s, layers, count, batch.nodes)};
+  const int rows = batch.nodes * (1 + streams.count);
+  if (all.x == nullptr) all.x = x.of<float>(static_cast<int64_t>(rows) * s.d);
+  PreparedPass<T> pass{{}, {}, activations<T>(runner, s, layers, count, sides, rows), sides};
   if (sliding > 0) {
-    pass.plan = pass.sliding = plan_pass(all, memory.sliding);
+    pass.plan = pass.sliding = plan_pass(all, streams, memory.sliding);
     plan_attention(runner, s, pass.rows, pass.sliding);
   }
-  if (sliding < count) {
+  if (sliding < count || count == 0) {
     all.window = 0;
-    pass.plan = plan_pass(all, memory.whole);
+    pass.plan = plan_pass(all, streams, memory.whole);
     plan_attention(runner, s, pass.rows, pass.plan);
   }
   return pass;
 }
 
-// Normalises a thread's part of the rows of a pass: y [M, D].
+// refuses positions beyond a model's embeddings of positions
+inline void check_places(const PassPlan& plan, const Ends& ends) {
+  for (int i = 0; ends.places.rows != nullptr && i < plan.nodes; ++i)
+    require(plan.rotation_of[i] < ends.places.words, "a position is beyond the embeddings of positions");
+}
+
+// a thread's part of the embeddings of a pass's tokens
 template <class P>
-void norm_rows(const ThreadPool& pool, const PassPlan& plan, const Shape& s, const float* weight, const float* bias, P* y,
+void embed_nodes(const ThreadPool& pool, const Shape& s, const PassPlan& plan, const Ends& ends, int thread) {
+  int first, end;
+  split_range(plan.nodes, pool.size(), thread, &first, &end);
+  const P* places = static_cast<const P*>(ends.places.rows);
+  for (int i = first; i < end; ++i) {
+    float* x = plan.x + static_cast<int64_t>(i) * s.d;
+    embed<P>(ends.embedding, ends.tokens[i], s.d, x);
+    scale_and_place(s.embedding_scale, places == nullptr ? nullptr : places + plan.rotation_of[i] * s.d, s.d, x);
+  }
+}
+
+// Normalises a thread's part of ``count`` rows x [count, D]: y [count, D].
+template <class P>
+void norm_rows(const ThreadPool& pool, const float* x, int count, const Shape& s, const float* weight, const float* bias, P* y,
                int thread) {
   int first, last;
-  split_range(plan.nodes, pool.size(), thread, &first, &last);
+  split_range(count, pool.size(), thread, &first, &last);
   for (int i = first; i < last; ++i) {
     const int64_t row = static_cast<int64_t>(i) * s.d;
-    normalize(s, plan.x + row, weight, bias, y + row);
+    normalize(s, x + row, weight, bias, y + row);
   }
 }
 
@@ -295,14 +421,17 @@ inline void copy_rows(const ThreadPool& pool, const PassPlan& plan, const Tail* 
                 sizeof(float) * static_cast<size_t>(d));
 }
 
-// A thread's part of ``count`` layers, with a barrier after each. ``tap`` (or null) receives the rows before layer ``tapped``,
-// see ``copy_rows``. Unless ``to_end``, only the keys and values of the last layer are computed.
+// A thread's part of ``count`` layers from ``first`` on, with a barrier after each. ``taps`` receive rows as ``copy_rows`` does.
+// Unless ``to_end``, only the keys and values of the last layer are computed.
 template <class T>
-void run_layers(Runner& runner, const Shape& s, const Layer* layers, int count, const PreparedPass<T>& pass, const Tail* tail,
-                float* tap, int tapped, bool to_end, int thread) {
+void run_layers(Runner& runner, const Shape& s, const Layer* layers, int first, int count, const PreparedPass<T>& pass,
+                const Tail* tail, const Taps& taps, bool to_end, int thread) {
+  layers += first;
   for (int i = 0; i < count; ++i) {
-    if (tap != nullptr && i == tapped) copy_rows(runner.pool, pass.plan, tail, s.d, tap, thread);
-    LayerPart<T> part(runner, s, layers[i], pass, thread);
+    for (int tap = 0; tap < taps.count; ++tap)
+      if (taps.layers[tap] == first + i)
+        copy_rows(runner.pool, pass.plan, tail, s.d, taps.rows + static_cast<int64_t>(tap) * taps.stride * s.d, thread);
+    LayerPart<T> part(runner, s, layers[i], pass.sides == nullptr ? nullptr : pass.sides + i, pass, thread);
     to_end || i + 1 < count ? part.run() : part.run_keys_values();
     if (i + 1 < count) prefetch_weight(layers[i + 1].qkv, runner.pool.size(), thread);
     runner.pool.barrier();

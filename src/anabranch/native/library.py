@@ -31,7 +31,6 @@ from anabranch.native.arguments import (
     KINDS,
     STORED_TYPES,
     address,
-    filled,
     packable,
     require,
     row_kind,
@@ -41,7 +40,22 @@ from anabranch.native.arguments import (
 from anabranch.native.openmp import set_openmp_threads
 from anabranch.native.stored import FUNCTIONS as STORED_FUNCTIONS
 from anabranch.native.stored import StoredWeights
-from anabranch.native.structs import LAST, Ends, Layer, Layers, Packed, RaggedBatch, Screen, Shape, Table, layout
+from anabranch.native.structs import (
+    LAST,
+    Ends,
+    Layer,
+    Layers,
+    LowRank,
+    Packed,
+    RaggedBatch,
+    Rider,
+    Screen,
+    Shape,
+    StreamLayer,
+    Table,
+    Taps,
+    layout,
+)
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.log import LOGGER, warn
 
@@ -54,11 +68,15 @@ __all__ = [
     "Layer",
     "Layers",
     "Library",
+    "LowRank",
     "Packed",
     "RaggedBatch",
+    "Rider",
     "Screen",
     "Shape",
+    "StreamLayer",
     "Table",
+    "Taps",
     "forget",
     "library",
     "packed",
@@ -89,7 +107,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "draw": (_POINTER, _POINTER, _INT, _INT, _FLOAT, _POINTER, _POINTER),
     "layers": (
         *(_INT, _POINTER, ctypes.POINTER(Shape), _POINTER, _INT),
-        *(ctypes.POINTER(RaggedBatch), ctypes.POINTER(Ends), _POINTER, _INT),
+        *(ctypes.POINTER(RaggedBatch), ctypes.POINTER(Ends), ctypes.POINTER(Rider), ctypes.POINTER(Taps)),
     ),
     **STORED_FUNCTIONS,
     "move": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT),
@@ -356,23 +374,20 @@ class Library(StoredWeights):
         layers: Layers,
         batch: RaggedBatch,
         ends: Ends | None = None,
-        tap: Tensor | None = None,
-        tapped: int = 0,
-        prefill: int = 0,
+        rider: Rider | None = None,
+        taps: Taps | None = None,
     ) -> None:
         """Run layers over ``batch.x`` in place; keys and values are written after the committed ones.
 
         The cache is float32 if the weights are, else bf16. Either all weights of a layer are quantised or none. With
-        ``ends`` the pass starts with tokens and ends with the last norm and, if requested, with tokens. ``tap``
-        receives the rows before layer ``tapped`` of these. ``prefill`` is the sum of ``ends.prefill``.
+        ``ends`` the pass starts with tokens and ends with the last norm and, if requested, with tokens, and a ``rider``
+        may take part.
         """
         require(len(layers) > 0, "a pass has no layers")
-        if tap is not None:
-            filled(tap, (batch.nodes - prefill) * shape.d, torch.float32)
         with self.lock:
             self._c.anabranch_layers(
                 *(layers[0].qkv.kind, self.runner(), ctypes.byref(shape), layers, len(layers), ctypes.byref(batch)),
-                *(None if ends is None else ctypes.byref(ends), None if tap is None else tap.data_ptr(), tapped),
+                *(None if each is None else ctypes.byref(each) for each in (ends, rider, taps)),
             )
 
     def move(

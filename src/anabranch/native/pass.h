@@ -1,17 +1,16 @@
 // Complete calls: a forward pass through layers, and a product of rows with one weight.
 #pragma once
 
-#include "layer.h"
-#include "screen.h"
+#include "rider.h"
 
 namespace {
 
 // Runs layers over ``batch.x``, in place. With ``ends``, the pass starts with tokens and ends with the rows after the last
 // norm and the tokens that the head chooses, or with the keys and values of the last layer if these rows are not needed.
-// ``tap`` (or null) receives the rows [M, D] before layer ``tapped``. All outputs are without the prefill nodes.
+// All outputs are without the prefill nodes.
 template <class T>
 void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends* ends,
-              float* tap, int tapped) {
+              const Taps& taps) {
   using P = Storage<T>;
   const PreparedPass<T> pass = prepare_pass<T>(runner, s, layers, count, batch, runner.plan, runner.x);
   const bool to_end = ends == nullptr || ends->hidden != nullptr;
@@ -25,31 +24,22 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
   ScreenedSearch<P> search;
   if (choosing)
     search = screened_search(runner, static_cast<const P*>(ends->hidden), last.plan.nodes, ends->head, ends->bias, ends->screen);
-  if (ends != nullptr && ends->places.rows != nullptr)
-    for (int i = 0; i < batch.nodes; ++i)
-      require(pass.plan.rotation_of[i] < ends->places.words, "a position is beyond the embeddings of positions");
+  if (ends != nullptr) check_places(pass.plan, *ends);
   ThreadPool& pool = runner.pool;
   pool.run([&](int thread) {
     if (ends != nullptr && ends->tokens != nullptr) {
-      int first, end;
-      split_range(batch.nodes, pool.size(), thread, &first, &end);
-      const P* places = static_cast<const P*>(ends->places.rows);
-      for (int i = first; i < end; ++i) {
-        float* x = pass.plan.x + static_cast<int64_t>(i) * s.d;
-        embed<P>(ends->embedding, ends->tokens[i], s.d, x);
-        scale_and_place(s.embedding_scale, places == nullptr ? nullptr : places + pass.plan.rotation_of[i] * s.d, s.d, x);
-      }
+      embed_nodes<P>(pool, s, pass.plan, *ends, thread);
       pool.barrier();
     }
-    run_layers(runner, s, layers, count, pass, tail, tap, tapped, to_end && tail == nullptr, thread);
+    run_layers(runner, s, layers, 0, count, pass, tail, taps, to_end && tail == nullptr, thread);
     if (tail != nullptr) {
       copy_rows(pool, pass.plan, tail, s.d, last.plan.x, thread);
       pool.barrier();
-      LayerPart<T>(runner, s, layers[count - 1], last, thread).run();
+      LayerPart<T>(runner, s, layers[count - 1], nullptr, last, thread).run();
       pool.barrier();
     }
     if (ends == nullptr || !to_end) return;
-    norm_rows(pool, last.plan, s, ends->norm, ends->norm_bias, static_cast<P*>(ends->hidden), thread);
+    norm_rows(pool, last.plan.x, last.plan.nodes, s, ends->norm, ends->norm_bias, static_cast<P*>(ends->hidden), thread);
     if (!choosing) return;
     pool.barrier();
     search_argmax(pool, search, thread);

@@ -49,7 +49,6 @@ struct RaggedBatch {
   int32_t window;        // the number of positions that a node sees, including its own (0: all)
   int32_t trailing;      // 1: all nodes see the window of the newest committed token, 0: each its own
   int32_t positions;     // rows of cos and sin
-  int32_t own;           // S: each of a batch row's first count / (1 + S) nodes also sees S of the later nodes, its own
   float* x;                // [M, D], in and out
   const float *cos, *sin;  // [positions, Shape::rope_dim]
   const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, possibly none
@@ -59,10 +58,15 @@ struct RaggedBatch {
 
   int start(int b) const { return static_cast<int>(starts[b]); }
   int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
-  // number of nodes of a batch row that have nodes of their own (all if ``own`` is 0); these follow in the same order
-  int owners(int b) const { return count(b) / (1 + own); }
-  // number of keys visible to the last node of a batch row
-  int span(int b) const { return static_cast<int>(lengths[b]) + count(b); }
+};
+
+// Rows that ride in a pass: S streams of each node. Stream j (from 1 on) of a node is j positions after it, and attends to what
+// the node attends to of the main stream, and to streams 1 to j of the node. In rows of a pass [M (1 + S)], and in the cache
+// after the nodes of a batch row, streams follow all nodes, node by node.
+struct Streams {
+  int32_t count;       // S; 0: none
+  int32_t own;         // 1: a node also attends to its own streams
+  const float* turns;  // cosine and sine of the angle by which the values of each stream are rotated [S, 2]; null: 0
 };
 
 // embeddings [words, D]: row by row, or as a packed weight of the same type, or (RAW_TABLE) as rows of a GGUF file
@@ -89,24 +93,40 @@ struct Ends {
   const int64_t* prefill;
 };
 
-// a range of queries of one batch row and one kv head; a query is (node, head of the group)
-struct AttentionTask {
-  int32_t row, head, first, count;
+// the rows of nodes before some layers of a pass, ascending: rows [count, stride, D]
+struct Taps {
+  int32_t count, stride;
+  const int32_t* layers;
+  float* rows;
 };
 
-// A batch with the visible keys of its nodes. Node i attends to the committed tokens from first[i] on and to the nodes
-// ancestors[offsets[i] : offsets[i + 1]] of its batch row: its ancestors, itself, and nodes of its own, in ascending order;
-// the first run[i] of these are nodes 0, 1, 2, ...
+// a range of queries of one batch row and one kv head, from row ``node`` of the pass on; a query is (row, head of the group)
+struct AttentionTask {
+  int32_t row, head, node, first, count;
+};
+
+// A batch, and its streams, with the visible keys of its rows. Keys of a batch row are numbered from its first node on, in the
+// cache after the committed tokens. Row i of the pass attends to the committed tokens from first[i] on and to the keys
+// ancestors[offsets[i] : offsets[i + 1]], in ascending order: of its ancestors, itself, and streams. The first run[i] of these
+// are keys 0, 1, 2, ...
 struct PassPlan : RaggedBatch {
-  const int32_t* row;         // the batch row of each node [M]
-  const int64_t* rotation_of;     // the row of cos and sin of each node [M]
+  Streams streams;
+  int32_t rows;             // M (1 + S)
+  const int32_t* row;       // the batch row of each row [rows]
+  const int32_t* key;       // the number of its key [rows]
+  const int64_t* rotation_of;     // its row of cos and sin [rows]
   const int32_t *offsets, *ancestors, *first, *run;
   std::vector<AttentionTask>* tasks;  // of one layer
+
+  // number of keys of a batch row
+  int keys(int b) const { return count(b) * (1 + streams.count); }
+  // number of keys visible to the last row of a batch row
+  int span(int b) const { return static_cast<int>(lengths[b]) + keys(b); }
 };
 
 // memory of a plan
 struct PlanMemory {
-  Workspace row, positions, rotations, offsets, first, run;
+  Workspace row, key, positions, rotations, offsets, first, run;
   std::vector<int32_t> ancestors;
   std::vector<AttentionTask> tasks;
 };
@@ -140,42 +160,58 @@ struct Tail {
 };
 
 // A batch's plan without its attention tasks. Throws Refusal for an invalid parent or position.
-PassPlan plan_pass(const RaggedBatch& batch, PlanMemory& memory) {
+PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory& memory) {
   const bool trailing = batch.trailing != 0;
-  const int nodes = batch.nodes;
-  int32_t *rows = memory.row.of<int32_t>(nodes), *offsets = memory.offsets.of<int32_t>(nodes + 1);
-  int32_t *first = memory.first.of<int32_t>(nodes), *run = memory.run.of<int32_t>(nodes);
-  int64_t *positions = memory.positions.of<int64_t>(nodes), *rotations = memory.rotations.of<int64_t>(nodes);
+  const int nodes = batch.nodes, own = streams.own != 0 ? streams.count : 0, rows = nodes * (1 + streams.count);
+  int32_t *row = memory.row.of<int32_t>(rows), *key = memory.key.of<int32_t>(rows);
+  int32_t *offsets = memory.offsets.of<int32_t>(rows + 1), *first = memory.first.of<int32_t>(rows);
+  int32_t* run = memory.run.of<int32_t>(rows);
+  int64_t *positions = memory.positions.of<int64_t>(nodes), *rotations = memory.rotations.of<int64_t>(rows);
   std::vector<int32_t>& seen = memory.ancestors;
   seen.clear();
-  for (int b = 0; b < batch.batch; ++b) std::fill(rows + batch.starts[b], rows + batch.starts[b + 1], b);
-  for (int i = 0; i < nodes; ++i) {
-    const int start = batch.start(rows[i]), node = i - start;
-    if (batch.parents != nullptr)
-      require(batch.parents[i] >= -1 && batch.parents[i] < node, "a node's parent does not come before it");
-    const int parent = batch.parents == nullptr ? node - 1 : static_cast<int>(batch.parents[i]), above = start + parent;
-    const int64_t length = batch.lengths[rows[i]];
-    positions[i] = parent < 0 ? length : positions[above] + 1;
-    rotations[i] = positions[i] + (batch.rotations == nullptr ? 0 : batch.rotations[rows[i]]);
-    require(in_range(rotations[i], 0, batch.positions - 1), "a position is beyond the rotary tables");
-    const int64_t newest = trailing ? length - 1 : positions[i];
-    const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
-    first[i] = static_cast<int32_t>(std::min(from, length));
-    // the visible nodes of its parent that are inside the window, but not the parent's own; itself; its own
-    const int owners = batch.own == 0 ? 0 : batch.owners(rows[i]);
-    offsets[i] = static_cast<int32_t>(seen.size());
-    const int end = parent < 0 ? 0 : offsets[above + 1] - (parent < owners ? batch.own : 0);
-    for (int j = parent < 0 ? 0 : offsets[above]; j < end; ++j)
-      if (trailing || positions[start + seen[static_cast<size_t>(j)]] >= from) seen.push_back(seen[static_cast<size_t>(j)]);
-    seen.push_back(node);
-    for (int j = 0; node < owners && j < batch.own; ++j) seen.push_back(owners + node * batch.own + j);
+  const auto end_row = [&](int i) {
     offsets[i + 1] = static_cast<int32_t>(seen.size());
     run[i] = 0;
     while (offsets[i] + run[i] < offsets[i + 1] && seen[static_cast<size_t>(offsets[i] + run[i])] == run[i]) ++run[i];
+  };
+  for (int b = 0; b < batch.batch; ++b) std::fill(row + batch.starts[b], row + batch.starts[b + 1], b);
+  for (int i = 0; i < nodes; ++i) {
+    const int start = batch.start(row[i]), node = i - start;
+    if (batch.parents != nullptr)
+      require(batch.parents[i] >= -1 && batch.parents[i] < node, "a node's parent does not come before it");
+    const int parent = batch.parents == nullptr ? node - 1 : static_cast<int>(batch.parents[i]), above = start + parent;
+    const int64_t length = batch.lengths[row[i]];
+    key[i] = node;
+    positions[i] = parent < 0 ? length : positions[above] + 1;
+    rotations[i] = positions[i] + (batch.rotations == nullptr ? 0 : batch.rotations[row[i]]);
+    require(in_range(rotations[i], 0, batch.positions - 1 - streams.count), "a position is beyond the rotary tables");
+    const int64_t newest = trailing ? length - 1 : positions[i];
+    const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
+    first[i] = static_cast<int32_t>(std::min(from, length));
+    // the visible nodes of its parent that are inside the window, but not the parent's streams; itself; its streams
+    offsets[i] = static_cast<int32_t>(seen.size());
+    const int end = parent < 0 ? 0 : offsets[above + 1] - own;
+    for (int j = parent < 0 ? 0 : offsets[above]; j < end; ++j)
+      if (trailing || positions[start + seen[static_cast<size_t>(j)]] >= from) seen.push_back(seen[static_cast<size_t>(j)]);
+    seen.push_back(node);
+    for (int j = 0; j < own; ++j) seen.push_back(batch.count(row[i]) + node * own + j);
+    end_row(i);
+  }
+  for (int i = nodes; i < rows; ++i) {
+    const int node = (i - nodes) / streams.count, stream = (i - nodes) % streams.count, b = row[node];
+    const int before = batch.count(b) + (node - batch.start(b)) * streams.count;
+    row[i] = b, key[i] = before + stream, first[i] = first[node], rotations[i] = rotations[node] + stream + 1;
+    offsets[i] = static_cast<int32_t>(seen.size());
+    for (int j = offsets[node]; j < offsets[node + 1] - own; ++j) seen.push_back(seen[static_cast<size_t>(j)]);
+    for (int j = 0; j <= stream; ++j) seen.push_back(before + j);
+    end_row(i);
   }
   PassPlan plan;
   static_cast<RaggedBatch&>(plan) = batch;
-  plan.row = rows;
+  plan.streams = streams;
+  plan.rows = rows;
+  plan.row = row;
+  plan.key = key;
   plan.rotation_of = rotations;
   plan.offsets = offsets;
   plan.ancestors = seen.data();
@@ -262,27 +298,25 @@ void check(const Shape& s) {
   require(in_range(s.quantized_cache, 0, 1), "unknown kind of cache");
 }
 
-void check(const Shape& s, const RaggedBatch& batch) {
+void check(const Shape& s, const RaggedBatch& batch, int streams) {
   check(s);
   require(in_range(batch.batch, 1, MAX_VALUES) && in_range(batch.nodes, 1, MAX_VALUES) && batch.window >= 0,
           "a pass has no rows");
-  require(in_range(batch.own, 0, 1 << 16), "the number of nodes of a node's own is out of range");
+  require(in_range(streams, 0, 1 << 16), "the number of streams is out of range");
   require(batch.cos != nullptr && batch.sin != nullptr && batch.starts != nullptr && batch.lengths != nullptr,
           "a pointer of a pass is null");
   require(batch.starts[0] == 0, "the first row of a pass does not start at node 0");
   for (int b = 0; b < batch.batch; ++b)
     require(in_range(batch.starts[b + 1], batch.starts[b], MAX_VALUES), "rows of a pass overlap, or have too many nodes");
-  for (int b = 0; b < batch.batch; ++b)
-    require(batch.count(b) % (1 + batch.own) == 0, "nodes do not have equally many nodes of their own");
   require(batch.starts[batch.batch] == batch.nodes, "the rows of a pass do not add up to its number of nodes");
-  const int64_t values = static_cast<int64_t>(batch.nodes) * s.heads * s.e;
-  require(values <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");
+  const int64_t rows = static_cast<int64_t>(batch.nodes) * (1 + streams), values = rows * s.heads * s.e;
+  require(rows <= MAX_VALUES && values <= std::numeric_limits<int32_t>::max(), "a pass has too many nodes");
   const int64_t capacity = s.head_stride / s.cached();
   require(s.head_stride > 0 && s.head_stride % s.cached() == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
           "the cache's head stride is not a multiple of a key's size");
   require(batch.batch == 1 || s.row_stride >= s.kv_heads * s.head_stride, "the cache's rows overlap");
   for (int b = 0; b < batch.batch; ++b)
-    require(in_range(batch.lengths[b], batch.trailing != 0 && batch.count(b) > 0 ? 1 : 0, capacity - batch.count(b)),
+    require(in_range(batch.lengths[b], batch.trailing != 0 && batch.count(b) > 0 ? 1 : 0, capacity - batch.count(b) * (1 + static_cast<int64_t>(streams))),
             "the cache is too small for a pass");
 }
 
@@ -304,15 +338,23 @@ void check(int kind, const Shape& s, const Layer& l) {
   }
 }
 
-void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const RaggedBatch* batch) {
+void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const RaggedBatch* batch,
+           int streams = 0) {
   require(runner != nullptr && s != nullptr && layers != nullptr && batch != nullptr, "a pointer is null");
   require(in_range(kind, BF16, FLOATS), "unknown kind of layers");
-  check(*s, *batch);
+  check(*s, *batch, streams);
   require(in_range(count, 1, 1 << 16), "there are no layers");
   // Since the last pass, weights have evicted the layer structs from the caches: prefetch all of them at once.
   const char* first = reinterpret_cast<const char*>(layers);
   for (size_t at = 0; at < static_cast<size_t>(count) * sizeof(Layer); at += 64) prefetch(first + at);
   for (int i = 0; i < count; ++i) check(kind, *s, layers[i]);
+}
+
+void check(const Taps& taps, int layers, int nodes) {
+  require(taps.count >= 0 && (taps.count == 0 || (taps.layers != nullptr && taps.rows != nullptr)), "taps have no rows");
+  require(taps.count == 0 || taps.stride >= nodes, "taps have too few rows");
+  for (int i = 0; i < taps.count; ++i)
+    require(in_range(taps.layers[i], i == 0 ? 0 : taps.layers[i - 1] + 1, layers - 1), "taps do not ascend, or are at no layer");
 }
 
 void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends) {
@@ -325,7 +367,7 @@ void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends)
     require(ends.places.packed == 0 && (ends.places.rows == nullptr) == (ends.places.words == 0), "embeddings of positions");
   }
   if (ends.prefill != nullptr) {
-    require(ends.hidden != nullptr && batch.trailing == 0 && batch.own == 0, "a pass of another kind has prefill nodes");
+    require(ends.hidden != nullptr && batch.trailing == 0, "a pass of another kind has prefill nodes");
     int64_t all = 0;
     for (int b = 0; b < batch.batch; all += ends.prefill[b++]) {
       require(in_range(ends.prefill[b], 0, batch.count(b)), "a row has more prefill nodes than nodes");

@@ -259,6 +259,17 @@ void multiply(ThreadPool& pool, const T* x, int count, const Packed& w, int thre
   });
 }
 
+// ``multiply`` that divides the rows among the threads too, for weights of few blocks
+template <class T, class Done>
+void multiply_tiles(ThreadPool& pool, const T* x, int count, const Packed& w, int thread, Done&& done) {
+  const int blocks = w.blocks(), size = tile_rows<T>(count, w.width);
+  pool.parallel_for((count + size - 1) / size * blocks, thread, [&](int i) {
+    const int first = i / blocks * size;
+    multiply_block(x + row_offset<T>(first, w.width), std::min(size, count - first), w, i % blocks,
+                   [&](int row, int b, F32x16 low, F32x16 high) { done(first + row, b, low, high); });
+  });
+}
+
 // Prefetches the start of a thread's part of a weight, before a barrier: memory is busy while threads wait.
 inline void prefetch_weight(const Packed& w, int threads, int thread) {
   if (w.data == nullptr) return;

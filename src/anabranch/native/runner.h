@@ -23,7 +23,7 @@ class Runner {
   std::vector<Scratch> scratch;  // of each thread
   PassMemory plan, tail_plan;
   Tail tail;
-  Workspace x, tail_x, qkv, hidden, heads, inner, low, added;  // rows of a pass, and between the products of its layers
+  Workspace x, tail_x, qkv, hidden, heads, inner, low, terms, added;  // rows of a pass, and between the products of its layers
   Workspace argmax, converted;
   Workspace screened, norms, upper, lower;  // of a screened search
 

@@ -5,7 +5,22 @@ from __future__ import annotations
 import ctypes
 from typing import TypeAlias
 
-__all__ = ["LAST", "Ends", "Layer", "Layers", "Packed", "RaggedBatch", "Screen", "Shape", "Table", "layout"]
+__all__ = [
+    "LAST",
+    "Ends",
+    "Layer",
+    "Layers",
+    "LowRank",
+    "Packed",
+    "RaggedBatch",
+    "Rider",
+    "Screen",
+    "Shape",
+    "StreamLayer",
+    "Table",
+    "Taps",
+    "layout",
+]
 
 
 class Packed(ctypes.Structure):
@@ -68,12 +83,11 @@ class RaggedBatch(ctypes.Structure):
     nodes       total number of nodes
     positions   number of rows of ``cos`` and ``sin``
     rotations       the row of ``cos`` and ``sin`` that is position 0 of each batch row; null: 0
-    own         S: each of a batch row's first count / (1 + S) nodes also sees S of the nodes after these, its own
     x           the nodes' hidden states; null: the kernels use their own memory
     """
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions", "own")),
+        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions")),
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents", "rotations")),
     )
 
@@ -97,6 +111,48 @@ class Ends(ctypes.Structure):
     )
 
 
+class LowRank(ctypes.Structure):
+    """A low-rank term x -> (x down') up'; no data: none."""
+
+    _fields_ = (("down", Packed), ("up", Packed))
+
+
+class StreamLayer(ctypes.Structure):
+    """The weights of a layer for streams only: terms of its products, and one beside the MLP or instead of it."""
+
+    _fields_ = (*((name, LowRank) for name in ("qkv", "out", "up", "down", "mlp")), ("replaces", ctypes.c_int32))
+
+
+class Rider(ctypes.Structure):
+    """Streams that ride in a pass, and pruning; see ``rider.h``.
+
+    count   S, the number of streams of each node
+    own     1: nodes attend to their own streams
+    turns   cosine and sine by which the values of streams are rotated [S, 2]; null: none
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("start", "keep")),
+        *((name, ctypes.c_float) for name in ("least", "softcap")),
+        *((name, ctypes.c_int32) for name in ("from_main", "positioned", "count", "own")),
+        *((name, ctypes.c_void_p) for name in ("turns", "embeddings")),
+        ("init", LowRank),
+        *((name, Packed) for name in ("inputs", "up")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "sides")),
+        ("exit", LowRank),
+        *((name, ctypes.c_void_p) for name in ("states", "kept", "counts", "scores", "sums")),
+    )
+
+
+class Taps(ctypes.Structure):
+    """The rows of nodes before some layers of a pass, ascending: rows [count, stride, D] float32."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("count", "stride")),
+        *((name, ctypes.c_void_p) for name in ("layers", "rows")),
+    )
+
+
 # the last member of each struct
 LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Packed, "kind"),
@@ -106,6 +162,10 @@ LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (RaggedBatch, "rotations"),
     (Ends, "prefill"),
     (Screen, "size"),
+    (LowRank, "up"),
+    (StreamLayer, "replaces"),
+    (Rider, "sums"),
+    (Taps, "rows"),
 )
 
 

@@ -50,7 +50,12 @@ def test_the_drawn_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prune, "early_exit_logits", distributions)
     for keep, kept in ((2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4])):
         nodes = prune_nodes(target, small_adapter(target), torch.zeros(1, 5, 32), a_pass(target, [tree]), keep)
-        assert nodes.tolist() == [kept]
+        assert (nodes.nodes_Bn.tolist(), nodes.counts_B) == ([kept], [keep])
+    for threshold, kept, allowed in ((0.35, [0, 1, 3], [a]), (0.2, [0, 1, 2, 3], [a, b]), (0.7, [0], [])):
+        nodes = prune_nodes(target, small_adapter(target), torch.zeros(1, 5, 32), a_pass(target, [tree]), 0, threshold)
+        assert nodes.nodes_Bn.tolist() == [kept]
+        assert nodes.allowed_BnV is not None
+        assert nodes.allowed_BnV[0, 0, :18].nonzero().flatten().tolist() == allowed
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2"])
@@ -60,16 +65,18 @@ def test_random_trees_against_a_walk(case: str) -> None:
     trees = [random_tree(size, size) for size in (12, 7, 1)]
     main = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(5))
     distributions = early_exit_logits(target, adapter, main).float().log_softmax(-1)
-    for keep in (2, 5, 9):
-        kept = prune_nodes(target, adapter, main, a_pass(target, trees), keep)
+    for keep, threshold in ((2, 0.0), (5, 0.0), (9, 0.0), (0, 0.05), (4, 0.03), (0, 0.5)):
+        found = prune_nodes(target, adapter, main, a_pass(target, trees), keep, threshold)
+        kept = found.nodes_Bn
         for b, tree in enumerate(trees):
             worth = [0.0] * tree.size
             for node in range(1, tree.size):
                 parent = int(tree.parents[node])
-                worth[node] = worth[parent] + float(distributions[b, parent, int(tree.tokens[node])])
-            best = sorted(range(tree.size), key=lambda node: (-worth[node], node))[:keep]
-            mine = [node for node in kept[b].tolist() if node < tree.size]
-            assert mine == sorted(best)
-            assert kept[b].tolist()[len(mine) :] == sorted(kept[b].tolist()[len(mine) :])  # padding last
+                step = float(distributions[b, parent, int(tree.tokens[node])])
+                worth[node] = worth[parent] + (step if step >= math.log(threshold or 1e-30) else -math.inf)
+            best = sorted((n for n in range(tree.size) if worth[n] > -math.inf), key=lambda node: (-worth[node], node))
+            mine = kept[b, : found.counts_B[b]].tolist()
+            assert mine == sorted(best[: keep or None])
+            assert len(set(kept[b].tolist())) == kept.shape[1]  # what fills a row up is another node
             assert tree.select(mine).size == len(mine)  # refuses what is no tree
             assert all(not math.isnan(w) for w in worth)

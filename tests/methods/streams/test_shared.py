@@ -321,10 +321,12 @@ SPECS = {"streams": 1, "streams:prune=4": 3, "streams:tree=chain": 2, "streams+p
         pytest.param(replace(LITERAL, main_attends="none"), "none", id="v1", marks=pytest.mark.thorough),
         pytest.param(LITERAL, "int8", id="int8", marks=pytest.mark.thorough),
         pytest.param(CONDITIONED, "int4", id="int4", marks=pytest.mark.thorough),
+        pytest.param(BEST_FORM, "none", id="weights"),
+        pytest.param(BEST_FORM, "int8", id="weights, int8", marks=pytest.mark.thorough),
     ],
 )
 def test_with_the_native_kernels_bf16_is_exact_to_the_bit(config: StreamConfig, quantize: str) -> None:
-    """Streams without weights of their own are further nodes of the tree for the kernels."""
+    """The kernels run streams together with their nodes, with weights of their own too."""
     target, adapter = packed(config, quantize=quantize)
     for spec, rows in SPECS.items():
         found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=16, rows=rows)
@@ -356,7 +358,8 @@ def test_the_native_kernels_compute_what_pytorch_does() -> None:
 
 
 def test_without_them_bf16_differs_at_ties_only() -> None:
-    target, adapter = packed(BEST_FORM)
+    """The kernels attend to the whole context only."""
+    target, adapter = packed(replace(BEST_FORM, context_top=3))
     for spec in ("streams", "streams:prune=4"):
         found = certify(target, [adapter], spec, PROMPTS, max_new_tokens=16, rows=3)
         assert {each.verdict for each in found} <= {"equal", "tie"}

@@ -107,7 +107,9 @@ class QuantizedCopy:
         parents_M = np.concatenate([tree.parents for tree in trees])
         step = self._stack.step(lengths, counts, parents_M, cache.capacity)
         tokens_M = np.concatenate([tree.tokens for tree in trees])
-        hidden_MD, _, main_MD = self._stack.through(tokens_M, step, cache, 0, need="hidden", tapped=self._tapped)
+        taps = () if self._tapped is None else (self._tapped,)
+        hidden_MD, _, seen = self._stack.through(tokens_M, step, cache, 0, need="hidden", taps=taps)
+        main_MD = None if self._tapped is None else seen[self._tapped]
         tally(self._call, [row.row for row in rows])
         first = 0
         for row, tree in zip(rows, trees, strict=True):

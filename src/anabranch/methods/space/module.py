@@ -60,11 +60,16 @@ class MaskModule(StreamModule):
         assert isinstance(tuned, LayerTuning)
         return tuned
 
+    @property
+    def initial_embeddings(self) -> Tensor:
+        """The masks' embeddings as layer 0 sees them [S, D]."""
+        assert isinstance(self.embeddings, nn.Parameter)
+        return self.embeddings * self.scale
+
     def initial(self, main_BND: Tensor, emitted_BND: Tensor | None = None) -> Tensor:
         """The masks' embeddings, node by node [B, N S, D]; of ``main_BND`` only the shape and type matter."""
         b, n, d = main_BND.shape
-        assert isinstance(self.embeddings, nn.Parameter)
-        rows = (self.embeddings * self.scale).to(main_BND.dtype)
+        rows = self.initial_embeddings.to(main_BND.dtype)
         return rows.expand(b, n, -1, -1).reshape(b, n * self.config.num_masks, d)
 
 

@@ -282,6 +282,11 @@ class StreamModule(TrainedModule):
                 if part is not None:
                     part.round(on)
 
+    @property
+    def initial_embeddings(self) -> Tensor | None:
+        """What tells streams apart when they start [S, D]; None: nothing is added."""
+        return self.embeddings
+
     def layer(self, index: int) -> StreamLayer:
         """The trained part of the target's layer ``index`` (counted from the bottom of the target)."""
         layer = self.layers[index - self.start]

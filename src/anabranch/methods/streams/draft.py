@@ -87,7 +87,8 @@ class StreamSettings(StreamTrees):
     shortlist  number of each stream's best tokens whose conditioned scores are computed; 0: the whole draft vocabulary
     condition  use the adapter's conditioning, if it has any
     copy       mix in what followed earlier matches in the text (greedy rows, best-first trees, native kernels)
-    prune      number of nodes that the early-exit layer keeps; 0: no pruning
+    prune      number of nodes that the early-exit layer keeps; 0: all
+    prune_threshold  minimum early-exit probability of a node given its parent, its transition score; 0: none
     placement  ride in the target's pass (the paper), trail it, or auto: trail on a CPU and with an adapter that
                conditions its streams on the emitted token, otherwise ride
     """
@@ -96,12 +97,15 @@ class StreamSettings(StreamTrees):
     condition: bool = True
     copy: bool = False
     prune: int = 0
+    prune_threshold: float = 0.0
     placement: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shortlist < 0:
             raise InputError(f"shortlist must be at least 0, got {self.shortlist}")
+        if not 0 <= self.prune_threshold < 1:
+            raise InputError(f"prune_threshold must be a probability below 1, got {self.prune_threshold}")
 
     @classmethod
     def in_auto(cls) -> StreamSettings:

@@ -72,8 +72,11 @@ class StreamDrafter(Drafter):
             raise InputError(f"placement must be auto, ride or trail, got {placement!r}")
         if not isinstance(prune, int) or prune < 0 or prune == 1:
             raise InputError(f"prune must be 0 (off) or the number of nodes to keep, at least 2, got {prune!r}")
-        if prune and adapter.prune is None:
-            raise CapabilityError("the adapter was trained without a pruning layer (pruning_rank 0); use prune=0")
+        threshold = settings.prune_threshold
+        if (prune or threshold) and adapter.prune is None:
+            raise CapabilityError(
+                "the adapter was trained without a pruning layer (pruning_rank 0); use prune=0 and prune_threshold=0"
+            )
         if placement == "trail" and adapter.shape.context_top:
             raise CapabilityError("context_top needs the main rows' attention; use placement=ride")
         riding = target.rider
@@ -97,10 +100,11 @@ class StreamDrafter(Drafter):
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
         self._rider: Rider | None = None
-        if placement == "ride" and not prune and riding is not None and riding.alters is adapter:
+        pruned = prune > 0 or threshold > 0
+        if placement == "ride" and not pruned and riding is not None and riding.alters is adapter:
             self._rider = riding  # one object, so that rows with and without drafts share passes
-        elif ride or prune:
-            self._rider = StreamRider(target, adapter, ride=ride, prune=prune)
+        elif ride or pruned:
+            self._rider = StreamRider(target, adapter, ride=ride, prune=prune, threshold=threshold)
         self.native = (
             NativeTrail(target, adapter, adapter.shape.num_streams)
             if not ride and NativeTrail.fits(target, adapter)
@@ -147,7 +151,8 @@ class StreamDrafter(Drafter):
         if rule == "rejection":
             if self.prune:
                 raise CapabilityError(
-                    "pruning removes sampled nodes, so rule='rejection' is not exact; use rule='match' or prune=0"
+                    "keeping a number of nodes makes sampled ones compete, so rule='rejection' is not exact; use "
+                    "rule='match', or prune=0 with prune_threshold"
                 )
             if self.tree.settings.kind == "best":
                 raise CapabilityError(

@@ -52,7 +52,8 @@ def _describe(config: StreamConfig) -> str:
         return size
     if config.main_attends == "none":
         return f"{size}; shared mode: the target was tuned with them"
-    where = "" if config.bare else "; PyTorch runs these layers, so near-ties in bf16 may differ with drafts"
+    torch = "; PyTorch runs these layers, so near-ties in bf16 may differ with drafts"
+    where = torch if config.context_top else ""
     return f"{size}; shared mode: main rows attend to their own streams, which are part of the target{where}"
 
 

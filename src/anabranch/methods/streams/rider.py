@@ -13,6 +13,7 @@ B rows of the batch, N nodes, S streams, D model width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,13 +33,15 @@ from anabranch.methods.streams.attention import (
 )
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.prune import prune_nodes
+from anabranch.methods.streams.riding import native_rider
 from anabranch.methods.streams.row_attention import row_attention, row_mask
 from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.device.layers import attend, trusted
 from anabranch.model.passes import Entry, Pass
-from anabranch.model.stack import Stack, stack_of
+from anabranch.model.riding import NativeRider
+from anabranch.model.stack import stack_of
 
 Look: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -57,41 +60,63 @@ class _Own:
 class StreamRider:
     """A ``Rider``: prunes the tree at layer N - N_s, then inserts gamma stream rows at every remaining node.
 
-    ride   whether stream rows are inserted (the paper); not if they trail the pass
-    prune  number of nodes that the early-exit pruning layer keeps; 0: all
+    ride       whether stream rows are inserted (the paper); not if they trail the pass
+    prune      number of nodes that the early-exit pruning layer keeps; 0: all
+    threshold  minimum early-exit probability of a node given its parent; 0: none
     """
 
-    def __init__(self, target: Decoder, adapter: StreamModule, *, ride: bool, prune: int = 0) -> None:
+    def __init__(
+        self, target: Decoder, adapter: StreamModule, *, ride: bool, prune: int = 0, threshold: float = 0.0
+    ) -> None:
         self.start = adapter.start
-        self.target, self.adapter, self.rides, self.prune = target, adapter, ride, prune
-        self.fixed = not prune
+        self.target, self.adapter, self.rides, self.prune, self.threshold = target, adapter, ride, prune, threshold
+        self.fixed = not (prune or threshold)
         self.alters: object | None = adapter if ride and adapter.shape.main_attends == "own" else None
-        # rows that differ from main rows in what they see only: the kernels take them as further nodes of the tree
-        self.native = self.alters is None or (adapter.shape.bare and target.config.sliding_window is None)
-        self.places = 1 if self.alters is None else 1 + adapter.shape.num_streams
+        self.native = self.alters is None or not adapter.shape.context_top
+        self._packed: tuple[NativeRider, NativeRider] | None = None  # with and without what does not ride or is pruned
+
+    def in_kernels(self, kind: str) -> NativeRider | None:
+        """The rider with its weights packed, unless its streams attend to a part of the context only."""
+        if self.adapter.shape.context_top:
+            return None
+        packed = native_rider(self.target, self.adapter, kind)
+        if self._packed is None or self._packed[0] is not packed:
+            least = math.log(self.threshold) if self.threshold else -math.inf
+            self._packed = packed, packed.limited(ride=self.rides, keep=self.prune, least=least)
+        return self._packed[1]
+
+    def positions(self, nodes: int) -> int:
+        """Cache positions of a row's nodes and, where the kernels run them, of their streams."""
+        if not self.rides or stack_of(self.target.backend) is None:
+            return nodes
+        kept = min(nodes, self.prune) if self.prune else nodes
+        return max(nodes, kept * (1 + self.adapter.shape.num_streams))
 
     def enter(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, Entry]:
         """Prune, then append the stream rows to the main rows."""
-        kept = None
-        if 0 < self.prune < run.width:
-            kept_Bn = prune_nodes(self.target, self.adapter, x_BND.to(self.target.dtype), run, self.prune)
+        kept = allowed = None
+        if self.threshold or 0 < self.prune < run.width:
+            main_BND = x_BND.to(self.target.dtype)
+            pruned = prune_nodes(self.target, self.adapter, main_BND, run, self.prune, self.threshold)
+            kept_Bn = pruned.nodes_Bn
             x_BND = x_BND.gather(1, kept_Bn[:, :, None].expand(-1, -1, x_BND.shape[2]))
             run.select(self.start, kept_Bn)
-            kept = list(kept_Bn.cpu().numpy())
+            kept = [row[:count] for row, count in zip(kept_Bn.cpu().numpy(), pruned.counts_B, strict=True)]
+            allowed = pruned.allowed_BnV
         if not self.rides:
-            return x_BND, Entry(kept)
+            return x_BND, Entry(kept, allowed=allowed)
         positions = stream_positions(run.positions_BN, self.adapter.shape.num_streams)
         cos, sin = run.rotations(positions)
         own = _Own((cos, sin), (torch.cat((run.cos, cos), dim=1), torch.cat((run.sin, sin), dim=1)))
         streams = initial_streams(self.target, self.adapter, x_BND.to(self.target.dtype), positions)
-        return torch.cat((x_BND, streams.to(x_BND.dtype)), dim=1), Entry(kept, own)
+        return torch.cat((x_BND, streams.to(x_BND.dtype)), dim=1), Entry(kept, own, allowed)
 
     def layer(self, index: int, block: Block, x_BRD: Tensor, run: Pass, entry: Entry) -> Tensor:
         """One block over main rows and stream rows together, which reads the weights once.
 
-        If the target runs on the native kernels, they compute the main rows, which are then bit-identical to a pass
-        without streams, and stream rows are computed separately. If main rows attend to streams, the kernels compute
-        both, or where streams have weights of their own PyTorch does, in the weights' type.
+        If the target runs on the native kernels, which do not know these streams, the kernels compute the main rows,
+        which are then bit-identical to a pass without streams. If main rows attend to them, PyTorch computes both, in
+        the weights' type.
         """
         n, own = run.width, entry.own
         assert isinstance(own, _Own)
@@ -109,9 +134,6 @@ class StreamRider:
             main = self._attend_main(index, q[:, :n], k, v, run)
             return torch.cat((main, look(q[:, n:], k[:, n:], v[:, n:], q[:, :n])), dim=1)
 
-        stack = stack_of(self.target.backend)
-        if stack is not None and self.alters is not None and self.native:
-            return self._layer_of_kernels(index, x_BRD, run, stack)
         narrow = x_BRD.to(self.target.dtype)
         if self.target.backend.kernels is None or self.alters is not None:
             return block(narrow, *own.all_rotations, attend, self.adapter.side(index, n))  # type: ignore[no-any-return]
@@ -121,22 +143,6 @@ class StreamRider:
         main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
         streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), self.adapter.side(index, 0))
         return torch.cat((main, streams.to(main.dtype)), dim=1)
-
-    def _layer_of_kernels(self, index: int, x_BRD: Tensor, run: Pass, stack: Stack) -> Tensor:
-        """One layer whose main rows attend to their own streams: nodes of one tree, 1..gamma a chain below each node.
-
-        Keys and values of streams lie behind those of the main rows in the cache, until the next pass.
-        """
-        (b, r, _), n, s = x_BRD.shape, run.width, self.adapter.shape.num_streams
-        lengths = run.cache.lengths[run.slots]
-        assert max(lengths) + r <= run.cache.capacity, "an engine's cache has room for its target's own rows"
-        rows = x_BRD.to(torch.float32, copy=True).contiguous().flatten(0, 1)
-        chains = torch.arange(n, r).view(n, s) - 1
-        chains[:, 0] = torch.arange(n)
-        parents_M = torch.cat((run.parents_BN, chains.flatten().expand(b, -1)), dim=1).flatten().numpy()
-        step = stack.step(lengths, [r] * b, parents_M, run.cache.capacity, rows, own=s, prompts=run.prompts)
-        stack.run(rows, step, run.cache, run.slots.start, index, index + 1)
-        return rows.view(x_BRD.shape)
 
     def _attend_main(self, index: int, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
         """Attention of the main rows, which come first in ``k`` and ``v``."""

@@ -106,8 +106,8 @@ void trail(Runner& runner, const Shape& s, const Layer* layers, int count, const
   TrailStart<T> start(runner, s, pass.plan, entry);
   runner.pool.run([&](int thread) {
     start.run(thread);
-    run_layers<T>(runner, s, layers, count, pass, nullptr, nullptr, 0, true, thread);
-    norm_rows(runner.pool, pass.plan, s, entry.norm, nullptr, states, thread);
+    run_layers<T>(runner, s, layers, 0, count, pass, nullptr, Taps{}, true, thread);
+    norm_rows(runner.pool, pass.plan.x, pass.plan.nodes, s, entry.norm, nullptr, states, thread);
   });
 }
 
