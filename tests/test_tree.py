@@ -142,6 +142,17 @@ def test_truncate_keeps_parents_of_overrated_children() -> None:
     assert DraftTree.from_paths(9, [[1, 2], [3]]).truncate(3).tokens.tolist() == [9, 1, 3]
 
 
+def test_what_a_threshold_leaves_was_sampled_from_the_rest() -> None:
+    """Tokens that may not follow a node have no probability among its children."""
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
+    tree = DraftTree(ints(9, 0, 1, 2), ints(-1, 0, 0, 1), draft_probs=probs)
+    left = tree.select([0, 2], torch.tensor([[False, True, True], [True, True, True]]))
+    assert left.tokens.tolist() == [9, 1]
+    assert left.draft_probs is not None
+    assert torch.allclose(left.draft_probs, torch.tensor([[0.0, 0.3, 0.2]]))
+    assert replace(tree, replacement=False).select([0, 2], torch.ones(2, 3, dtype=torch.bool)).draft_probs is None
+
+
 def test_whatever_may_drop_nodes_drops_draft_probs() -> None:
     tree = DraftTree.chain(9, [1, 2], draft_probs=torch.full((2, 3), 1 / 3))
     results = [tree.select([0, 1, 2]), tree.select([0]), tree.truncate(9), DraftTree.merge([tree], 9)]

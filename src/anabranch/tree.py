@@ -11,7 +11,8 @@ to right visits every parent before its children. Mask, depths and children all 
 
 A tree carries ``draft_probs`` only if every child was *sampled* from them. Every operation that can remove, merge or
 reorder nodes drops them, even if it happens to leave all nodes in place: that may depend on the sampled tokens, and the
-*rejection* rule is exact only on average over all of them (see ``verify``).
+*rejection* rule is exact only on average over all of them (see ``verify``). The exception is a rule that does not look
+at the sampled tokens of other nodes, and says which tokens it lets stay (``select``).
 
 Legend: N tree nodes, V vocabulary.
 """
