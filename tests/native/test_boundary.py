@@ -24,6 +24,7 @@ from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
+from anabranch.model.riding import NativeRider, Side, Term
 from anabranch.native import library as native
 from anabranch.sampling import position_keys
 from children import in_child
@@ -212,8 +213,6 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([10], [-2, 0, 1, 2], {}, {}, "parent"),
         ([10], chain, {}, {"positions": 13}, "rotary"),
         ([10], chain, {}, {"nodes": 0}, "no rows"),
-        ([10], chain, {}, {"own": -1}, "out of range"),
-        ([10], chain, {}, {"own": 2}, "equally many"),
         ([10], chain, {}, {"cos": None}, "null"),
         ([10], chain, {"rope_dim": 16}, {}, "rotations"),
         ([10], chain, {"rope_dim": 256}, {}, "rotation tables"),
@@ -247,6 +246,46 @@ def test_passes_that_do_not_fit_are_refused() -> None:
             kernels().move(memory.keys, memory.values, layers, slot, start, np.array(nodes))
     with pytest.raises(AssertionError, match="differ"):
         kernels().move(memory.keys, memory.values[:2], range(3), 0, 0, np.array([1]))
+
+
+def test_riders_that_do_not_fit_are_refused() -> None:
+    model = packed(BASE, "bfloat16")
+    memory, stack, d = cache(model), stack_in(model), BASE.hidden_size
+    term = Term(torch.ones(8, d), torch.ones(d, 8))
+    sides = [Side(mlp=term, replaces=True)] * 2
+    rider = NativeRider("bfloat16", start=1, streams=2, embeddings=torch.ones(2, d), init=term, sides=sides, exit=term)
+
+    def run(length: int = 10, keep: int = 0, **changed: int | None) -> None:
+        call = rider.limited(ride=True, keep=keep, least=-math.inf).call([4], d, torch.bfloat16)
+        for name, value in changed.items():
+            setattr(call.native, name, value)
+        step = stack.step([length], [4], np.array([-1, 0, 0, 1]), 300)
+        hidden, _, _ = stack.through(np.array(tokens(4)), step, memory, 0, need="tokens", rider=call)
+        assert len(hidden) == sum(call.counts)
+
+    for keep in (0, 3):
+        run(keep=keep)
+    run(244)
+    run(247, keep=3)
+    for changed, why in (
+        ({"length": 245}, "the cache is too small"),
+        ({"length": 248, "keep": 3}, "the cache is too small"),
+        ({"start": 3}, "at no layer"),
+        ({"start": -1}, "at no layer"),
+        ({"count": -1}, "number of streams"),
+        ({"states": None}, "no room for its streams"),
+        ({"keep": 3, "kept": None}, "no room for the kept nodes"),
+        ({"least": 0.5}, "keeps no nodes"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            run(**changed)  # type: ignore[arg-type]
+    wrong = NativeRider("float32", start=1, streams=2, init=term)
+    with pytest.raises(AssertionError, match="different types"):
+        stack.through(
+            *(np.array(tokens(4)), stack.step([9], [4], None, 300), memory, 0),
+            need="tokens",
+            rider=wrong.call([4], d, torch.bfloat16),
+        )
 
 
 def test_rows_of_a_pass_that_do_not_fit_are_refused() -> None:

@@ -271,8 +271,9 @@ def test_a_ragged_pass_is_its_rows_to_the_bit(name: str, form: str, data: st.Dat
 
     def through(rows: list[int], slot: int) -> tuple[torch.Tensor, ...]:
         step = stack.step([lengths[b] for b in rows], [counts[b] for b in rows], join(parents, rows), 300)
-        found = stack.through(join(words, rows), step, memory, slot, need="tokens", tapped=1)
-        return tuple(torch.as_tensor(part) for part in found)
+        hidden, chosen, seen = stack.through(join(words, rows), step, memory, slot, need="tokens", taps=(1, 2))
+        assert chosen is not None
+        return hidden, torch.from_numpy(chosen), seen[1], seen[2]
 
     together = through([*range(len(counts))], 0)
     after = memory.keys.clone(), memory.values.clone()
