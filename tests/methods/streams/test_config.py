@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.sampling import SamplingParams
 from small import LLAMA, RICH, small, small_adapter
 
 
@@ -76,6 +79,15 @@ def test_drafters_say_what_they_cannot_do() -> None:
     bare = small_adapter(target, StreamConfig(num_stream_layers=1, pruning_rank=0))
     with pytest.raises(CapabilityError, match="pruning layer"):
         StreamDrafter(target, bare, StreamSettings(prune=4))
+    with pytest.raises(CapabilityError, match="prune_threshold=0"):
+        StreamDrafter(target, bare, StreamSettings(prune_threshold=0.1))
+    for threshold in (-0.1, 1.0, math.nan):
+        with pytest.raises(InputError, match="prune_threshold must be a probability below 1"):
+            StreamSettings(prune_threshold=threshold)
+    sampled, chain = SamplingParams(temperature=1.0), StreamSettings(tree="chain", prune_threshold=0.1)
+    StreamDrafter(target, small_adapter(target), chain).check(sampled, "rejection")
+    with pytest.raises(CapabilityError, match="or prune=0 with prune_threshold"):
+        StreamDrafter(target, small_adapter(target), replace(chain, prune=3)).check(sampled, "rejection")
     top = small_adapter(target, StreamConfig(num_stream_layers=1, context_top=4))
     with pytest.raises(CapabilityError, match="ride"):
         StreamDrafter(target, top, StreamSettings(placement="trail"))
