@@ -19,12 +19,12 @@ from verbs import Anabranch
 
 
 def test_it_prints_its_url_answers_and_drains_on_sigterm(where: list[object], model: Model) -> None:
-    command = [*PROGRAM, "serve", *map(str, where), "--port", "0", "--name", "toy"]
+    command = [*PROGRAM, "serve", *map(str, where), "--port", "0", "--name", "toy", "--drain-seconds", "120"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().removeprefix("serving at ").strip()
-            assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "toy"
+            assert httpx.get(url + "/v1/models", timeout=60).json()["data"][0]["id"] == "toy"
             answers: list[Any] = []
             body = {"prompt": "the thing", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
 
@@ -37,10 +37,10 @@ def test_it_prints_its_url_answers_and_drains_on_sigterm(where: list[object], mo
             started = threading.Event()
             asking = threading.Thread(target=ask)
             asking.start()
-            started.wait(30)
+            started.wait(60)
             process.send_signal(signal.SIGTERM)
             asking.join()
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 143
