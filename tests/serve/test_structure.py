@@ -43,6 +43,24 @@ def test_formats(server: Server, fields: dict[str, Any], options: dict[str, Any]
         assert server.ask(COMPLETIONS, prompt="a", max_tokens=40, **asked, **fields)["choices"][0]["text"] == text
 
 
+def test_a_prediction_becomes_drafts(server: Server) -> None:
+    asked: dict[str, Any] = {"messages": TALK, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    plain = server.ask(CHAT, **asked)
+    text = plain["choices"][0]["message"]["content"]
+    assert "completion_tokens_details" not in plain["usage"]
+    for content in (text, [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]):
+        found = server.ask(CHAT, prediction={"type": "content", "content": content}, **asked)
+        assert found["choices"] == plain["choices"]
+        details = found["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
+    found = server.ask(CHAT, prediction={"type": "content", "content": text}, drafter="none", **asked)
+    assert found["choices"] == plain["choices"]
+    for wrong in ({"type": "text", "content": text}, {"type": "content"}, {"type": "content", "content": [3]}):
+        response = server.post(CHAT, prediction=wrong, **asked)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prediction"
+
+
 def test_formats_of_responses_and_messages(server: Server) -> None:
     expected = server.reference.chat(TALK, max_new_tokens=40, schema=json.dumps(SCHEMA)).text
     form = {"type": "json_schema", "name": "n", "schema": SCHEMA}

@@ -30,7 +30,7 @@ class Counts(Counter[Any]):
 
 
 COUNTS = (
-    *("tokens", "steps", "drafted_steps", "draft_nodes", "prefill_tokens", "cached_tokens"),
+    *("tokens", "steps", "drafted_steps", "draft_nodes", "predicted", "prefill_tokens", "cached_tokens"),
     *("seconds", "prefill_seconds", "bytes_read"),
 )
 

@@ -118,6 +118,7 @@ class Sampling(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31, description="smaller ones come first")
+    prediction: dict[str, Any] | None = Field(None, description="text that the answer will resemble, for drafts")
     drafter: str | None = Field(None, description="none: plain decoding; null: the server's drafter")
 
     def keywords(self, defaults: GenerationDefaults) -> Keywords:
@@ -145,8 +146,22 @@ class Sampling(Body):
         if self.drafter not in (None, "auto", "none"):
             raise RequestError(400, f"drafter must be 'none' or 'auto', got {self.drafter!r}", param="drafter")
         given["drafter"] = self.drafter
+        given["prediction"] = self._prediction() if self.drafter != "none" else None  # which drafts nothing
         given |= structure_of({name: getattr(self, name) for name in STRUCTURES})
         return {name: value for name, value in given.items() if value is not None}  # type: ignore[return-value]
+
+    def _prediction(self) -> str | None:
+        """The text of OpenAI's ``prediction``; None: there is none. Raises RequestError."""
+        if self.prediction is None:
+            return None
+        content = self.prediction.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+        if self.prediction.get("type") != "content" or not texts or not all(isinstance(text, str) for text in texts):
+            raise RequestError(
+                400, 'prediction must be {"type": "content", "content": TEXT}, or have text parts', param="prediction"
+            )
+        return "".join(texts) or None
 
     def _bias(self) -> dict[int, float] | None:
         try:

@@ -22,17 +22,27 @@ def usage(call: Call, generated: int | None = None) -> dict[str, Any]:
     # the samples of a prompt begin alike: the first one says what was reused
     reused = sum(0 if job.ticket is None else job.ticket.reused for job in call.jobs[:: call.n])
     new = sum(job.tokens for job in call.jobs) if generated is None else generated
+    details: dict[str, Any] = {}
+    if any(job.request.prediction for job in call.jobs):
+        stats = _stats(call)
+        counts = {name: getattr(stats, name) for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")}
+        details["completion_tokens_details"] = counts
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": reused},
+        **details,
     }
+
+
+def _stats(call: Call) -> Stats:
+    return Stats.merged(job.output.stats for job in call.jobs if job.output is not None)
 
 
 def speculation(call: Call) -> dict[str, Any]:
     """Statistics of speculation of a call, under vLLM's names; ``acceptance_histogram[i]`` steps accepted i tokens."""
-    stats = Stats.merged(job.output.stats for job in call.jobs if job.output is not None)
+    stats = _stats(call)
     deepest = max(stats.accepted, default=0)
     return {
         "speculative_decoding": {
