@@ -26,7 +26,6 @@ from torch import Tensor
 
 from anabranch.bench.report import environment
 from anabranch.loading import LoadConfig, load
-from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.support.files import shown_command, write_atomically
@@ -124,14 +123,7 @@ def log_probs_of(target: Decoder, ids: list[int]) -> Tensor:
     """The log probabilities [len(ids) - 1, V] of the tokens after each but the last, in half precision."""
     parts = []
     with target.inference():
-        cache = Cache(
-            *(target.config,),
-            rows=1,
-            capacity=len(ids),
-            dtype=target.dtype,
-            device=target.device,
-            kernels=target.backend.kernels,
-        )
+        cache = target.new_cache(1, len(ids))
         cache.add_row(target.rope().prompt(len(ids), len(ids)))
         for start in range(0, len(ids) - 1, CHUNK):
             chunk = ids[start : min(start + CHUNK, len(ids) - 1)]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from checkouts import HERE, Worker
+from checkouts import HERE, Worker, in_turns
 from compare_passes import FORMATS, SHAPES, passes_of
 
 STORED = ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4")
@@ -129,26 +129,8 @@ def compare(what: str, kind: str, sides: dict[str, tuple[Path, dict[str, str]]],
     cases = {"passes": (*SHAPES, LONG), "products": [f"{rows} rows" for rows in STORED_ROWS], "decoding": DRAFTERS}
     found = []
     for case in cases[what]:
-        times: dict[str, list[float]] = {name: [] for name in workers}
-        same = True
-        for turn in range(args.repeats):
-            answers = {name: workers[name].ask(case) for name in list(workers)[:: 1 if turn % 2 == 0 else -1]}
-            for name, answer in answers.items():
-                times[name].append(answer["ms"])
-            same = same and len({answer["digest"] for answer in answers.values()}) == 1
-        ratios = [other / wheel for other, wheel in zip(times["other"], times["wheel"], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        found.append(
-            {
-                "what": what,
-                "format": kind,
-                "case": case,
-                "kernels": {name: worker.ready["kernels"] for name, worker in workers.items()},
-                "median_ms": {name: round(statistics.median(values), 3) for name, values in times.items()},
-                "speed": {"median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)]},
-                "same_results": same,
-            }
-        )
+        summary = in_turns(workers, case, args.repeats)
+        found.append({"what": what, "format": kind, "case": case, "speed": summary.pop("ratio")} | summary)
         print(json.dumps(found[-1]), flush=True)
     for worker in workers.values():
         worker.close()

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkouts import HERE, Worker
+from checkouts import HERE, Worker, in_turns
 
 FORMATS = ("bf16", "compact", "float32", "int8", "int4")
 SHAPES = ("1x1", "1x8", "1x32", "8x1", "32x1")
@@ -145,29 +145,10 @@ def serve() -> None:
 def compare(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All shapes of passes in one format."""
     settings = {"format": kind, "shapes": args.shape, "context": args.context, "passes": args.passes}
-    workers = {"before": Worker(__file__, args.before.resolve(), settings), "now": Worker(__file__, HERE, settings)}
+    workers = {"now": Worker(__file__, HERE, settings), "before": Worker(__file__, args.before.resolve(), settings)}
     found = []
     for shape in args.shape:
-        times: dict[str, list[float]] = {"before": [], "now": []}
-        same = True
-        for turn in range(args.repeats):
-            order = ["before", "now"] if turn % 2 == 0 else ["now", "before"]
-            answers = {name: workers[name].ask(shape) for name in order}
-            for name in order:
-                times[name].append(answers[name]["ms"])
-            same = same and answers["before"]["digest"] == answers["now"]["digest"]
-        ratios = [now / before for before, now in zip(times["before"], times["now"], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        found.append(
-            {
-                "format": kind,
-                "pass": shape,
-                "kernels": {name: worker.ready["kernels"] for name, worker in workers.items()},
-                "median_ms": {name: round(statistics.median(values), 3) for name, values in times.items()},
-                "ratio": {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]},
-                "same_results": same,
-            }
-        )
+        found.append({"format": kind, "pass": shape} | in_turns(workers, shape, args.repeats))
         print(json.dumps(found[-1]), flush=True)
     for worker in workers.values():
         worker.close()

@@ -67,7 +67,9 @@ def test_a_draft_model_ships(target: Target, adapter: StreamAdapter, plain: list
     assert _decode(target, adapter, "draft_model", rows=3) == plain
 
 
-@pytest.mark.parametrize(("spec", "length"), [("draft_model", 1.3), ("streams", 1.4)])
+@pytest.mark.parametrize(
+    ("spec", "length"), [pytest.param("draft_model", 1.3, marks=pytest.mark.thorough), ("streams", 1.4)]
+)
 def test_mean_acceptance_lengths(spec: str, length: float, target: Target, adapter: StreamAdapter) -> None:
     asked = [Request(target.tokenizer.encode(PROMPTS[0]), 48)]
     drafter = make_drafter(spec, target.decoder, *([adapter] if spec == "streams" else []))

@@ -39,7 +39,7 @@ PAGES = {
 }
 REAL = ["generate", "Explain why the sky is blue.", "--drafter", "draft_model"]  # needs the draft model that ships
 RECORDS = ("benchmarks.md", "log.md", "reproduction.md")  # of older versions
-SLOW = ("docs/applications.md", "docs/tasks.md")
+SLOW = ("docs/applications.md", "docs/tasks.md", "docs/training.md")
 SMALL = {
     "train": ("--epochs", 1, "--held-out", 2, "--batch-tokens", 4096, "--max-tokens", 400),
     "answers": ("--max-new-tokens", 4),

@@ -165,7 +165,7 @@ def eagle(target: Decoder, folder: Path) -> Drafter:
         pytest.param(chain_of_ngrams, 0, id="ngram"),
         pytest.param(eagle, 0, id="eagle"),
         pytest.param(streams("chain"), 1, id="streams chain"),
-        pytest.param(streams("product,k=2,depth=1"), 1, id="streams product"),
+        pytest.param(streams("product,k=2,depth=1"), 1, id="streams product", marks=pytest.mark.thorough),
         pytest.param(streams("chain,prune_threshold=0.25"), 1, id="streams chain, pruned"),
         pytest.param(streams("product,k=2,depth=1,prune_threshold=0.25"), 1, id="streams product, pruned"),
     ],

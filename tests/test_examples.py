@@ -40,7 +40,8 @@ def test_the_commands_of_the_page_run(anabranch: Anabranch, monkeypatch: pytest.
         assert done.out.startswith("SELECT COUNT(")
 
 
-@pytest.mark.parametrize("name", ["sql", pytest.param("e2e", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["sql", "e2e"])
 def test_drafts_of_an_example_are_accepted(name: str) -> None:
     folder = EXAMPLES / name
     prompt = find_task(name).template.render(ROWS[name], name)

@@ -282,14 +282,8 @@ def _open(name: str, target: Target, sampling: SamplingParams | None = None) -> 
 
 
 # -- the real thing ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "name",
-    [
-        "transformers",
-        pytest.param("transformers-lookup:tokens=4", marks=pytest.mark.thorough),
-        pytest.param("transformers-assisted", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["transformers", "transformers-lookup:tokens=4", "transformers-assisted"])
 def test_transformers_decodes_what_we_decode(toys: ToyFolders, name: str) -> None:
     from anabranch.bench.contenders import Ours
     from anabranch.methods import make_drafter

@@ -47,6 +47,7 @@ def test_a_notice_is_a_record_of_info(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records[0].levelno == logging.INFO
 
 
+@pytest.mark.thorough  # two processes that import PyTorch
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled on Linux")
 def test_compiling_is_announced_once(tmp_path: Path) -> None:
     # a compiler that fails, so that nothing takes time
