@@ -187,7 +187,8 @@ def launch(arguments: list[str], count: int = 2) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # a process that is aborted says where: one was once, under load, after its last step
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
     )
 
 
@@ -216,7 +217,7 @@ def test_two_real_processes_share_a_target(arguments: Callable[..., list[str]], 
     assert CliRunner().invoke(app, arguments(tmp_path / "one", 2)).exit_code == 0
     process = launch([*arguments(tmp_path / "two", 2), "--shard-target", "--recompute"])
     said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    assert process.returncode == 0, "\n".join(said)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
     lone = CliRunner().invoke(app, [*arguments(tmp_path / "lone", 2), "--shard-target"])
     assert "--shard-target is for several processes; start them with torchrun" in str(lone.exception)
@@ -228,7 +229,7 @@ def test_two_real_processes_train_stop_and_resume_as_one(arguments: Callable[...
     assert CliRunner().invoke(app, arguments(tmp_path / "one", 16)).exit_code == 0
     process = launch(arguments(tmp_path / "two", 16))
     said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    assert process.returncode == 0, "\n".join(said)
     assert said[0].count("parameters") == 1, "one process prints"
     alone = losses(tmp_path / "one")
     assert len(alone) > 5
