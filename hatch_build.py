@@ -1,8 +1,8 @@
 """Compile the native kernels into a wheel for x86-64 Linux; hatchling runs this when it builds one.
 
-``ziglang``, a C++ compiler from PyPI, makes one library per instruction set (``native/recipe.py``), which needs glibc
-2.17 or later and no C++ runtime. Elsewhere, and in an editable installation, the wheel has no libraries: a compiler on
-the user's machine makes one on first use, or PyTorch runs the model.
+``ziglang``, a C++ compiler from PyPI, makes the libraries that ``native/recipe.py`` lists. They need glibc 2.17 or
+later and no C++ runtime. Elsewhere, and in an editable installation, the wheel has no libraries: a compiler on the
+user's machine makes one on first use, or PyTorch runs the model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,19 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path(__file__).parent / "src" / "anabranch" / "native"
 TARGET = ("-target", "x86_64-linux-gnu.2.17", "-g0")  # Zig's compiler writes debug information unless told otherwise
+# Sources in the compiler's package of those parts of the C++ runtime that the kernels use: exceptions, memory and
+# thread-local variables. Compiling all of libc++, as Zig does to link it, takes longer than a library.
+ABI = (
+    *("abort_message", "cxa_aux_runtime", "cxa_default_handlers", "cxa_exception", "cxa_exception_storage"),
+    *("cxa_guard", "cxa_handlers", "cxa_personality", "cxa_thread_atexit", "cxa_virtual", "fallback_malloc"),
+    *("private_typeinfo", "stdlib_exception", "stdlib_new_delete", "stdlib_stdexcept", "stdlib_typeinfo"),
+)
+RUNTIME = (
+    *(f"libcxxabi/src/{name}.cpp" for name in ABI),
+    *(f"libcxx/src/{name}.cpp" for name in ("algorithm", "new_helpers", "stdexcept")),
+)
+RUNTIME_FLAGS = ("-O2", "-std=c++23", "-fPIC", "-fvisibility=hidden", "-w", "-D_LIBCPP_BUILDING_LIBRARY")
+RUNTIME_FLAGS += ("-D_LIBCXXABI_BUILDING_LIBRARY", "-DLIBCXXABI_NON_DEMANGLING_TERMINATE")
 TAG = "py3-none-manylinux_2_17_x86_64"
 
 
@@ -36,7 +49,7 @@ class KernelsHook(BuildHookInterface[Any]):
             return
         # kept until ``finalize``: hatchling reads the files after this returns
         self._folder = tempfile.TemporaryDirectory(prefix="anabranch-kernels-")
-        self.app.display_waiting("compiling the native kernels, about a minute")
+        self.app.display_waiting("compiling the native kernels, half a minute")
         for path in Compiler(Path(self._folder.name)).libraries():
             build_data["force_include"][str(path)] = f"anabranch/native/libraries/{path.name}"
         build_data["pure_python"], build_data["tag"] = False, TAG
@@ -77,16 +90,13 @@ class Compiler:
         self.environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
 
     def libraries(self) -> list[Path]:
-        """One library per instruction set, and the one that asks the processor for its features."""
+        """The packaged libraries, and the one that asks the processor for its features."""
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            # The first link compiles the C++ runtime, for any x86-64 processor. It takes longest, so it starts first.
-            runtime = pool.submit(self._link, self._object("empty", ("-O3",), ("-x", "c++", os.devnull)), "empty")
-            probe = pool.submit(self._probe)
-            objects = {name: pool.submit(self._kernels, name) for name in self.recipe.INSTRUCTION_SETS}
-            runtime.result()
-            linked = {name: pool.submit(self._link, made.result(), name) for name, made in objects.items()}
-            made = [self._named(of.result(), f"kernels-{name}-{self._key(name)}") for name, of in linked.items()]
-            return [*made, self._named(probe.result(), f"processor-{self.recipe.probe_key()}")]
+            runtime, probe = pool.submit(self._runtime), pool.submit(self._probe)
+            objects = {name: pool.submit(self._kernels, name) for name in self.recipe.PACKAGED}
+            linked = {name: self._link(name, of.result(), runtime.result()) for name, of in objects.items()}
+        made = [self._named(path, f"kernels-{name}-{self._key(name)}") for name, path in linked.items()]
+        return [*made, self._named(probe.result(), f"processor-{self.recipe.probe_key()}")]
 
     def _flags(self, name: str) -> tuple[str, ...]:
         return (*self.recipe.FLAGS, *self.recipe.INSTRUCTION_SETS[name][1])
@@ -99,15 +109,22 @@ class Compiler:
         wide = ("-mevex512",) if "-mavx512f" in self._flags(name) else ()
         return self._object(name, (*self._flags(name), *wide), tuple(self.recipe.translation_unit()))
 
+    def _runtime(self) -> Path:
+        library = Path(self.zig).with_name("lib")
+        folders = [word for name in ("libcxxabi", "libcxx") for word in ("-I", str(library / name / "src"))]
+        included = [word for name in RUNTIME for word in ("-include", str(library / name))]
+        return self._object("runtime", RUNTIME_FLAGS, (*folders, *included, "-x", "c++", os.devnull))
+
     def _object(self, name: str, flags: tuple[str, ...], sources: tuple[str, ...]) -> Path:
         made = self.folder / f"{name}.o"
         self._run("c++", *flags, "-c", "-o", str(made), *sources)
         return made
 
-    def _link(self, made: Path, name: str) -> Path:
-        # -s: symbols of the C++ runtime and of the kernels are of no use without a debugger
+    def _link(self, name: str, *objects: Path) -> Path:
+        # As C, without libc++. -s: symbols of the C++ runtime and of the kernels are of no use without a debugger
         library = self.folder / f"{name}.so"
-        self._run("c++", "-O3", *self.recipe.LINK, "-s", "-Wl,--gc-sections", "-o", str(library), str(made))
+        defined = ("-s", "-Wl,--gc-sections", "-Wl,-z,defs")
+        self._run("cc", "-O2", *self.recipe.LINK, *defined, "-o", str(library), *map(str, objects), "-lunwind")
         return library
 
     def _probe(self) -> Path:

@@ -25,7 +25,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from anabranch.native.recipe import INSTRUCTION_SETS, PACKAGE, PROBE, sources
+from anabranch.native.recipe import PACKAGE, PACKAGED, PROBE, sources
 
 ROOT = Path(__file__).resolve().parent.parent
 TAG = "manylinux_2_17_x86_64"
@@ -97,7 +97,7 @@ def check_wheel(wheel: Path) -> None:
             say(
                 f"  {name.rpartition('-')[0]}: {each.file_size / 1e3:.0f} kB, {each.compress_size / 1e3:.0f} compressed"
             )
-    if found != {*INSTRUCTION_SETS, "processor"}:
+    if found != {*PACKAGED, "processor"}:
         sys.exit(f"check_wheel: the wheel has the libraries {', '.join(sorted(found))}")
 
 
@@ -119,7 +119,7 @@ def decode(variables: dict[str, str]) -> None:
     if chosen["origin"] != "package" or chosen["why"] or chosen["compiler"]:
         sys.exit(f"check_wheel: the kernels are not the wheel's: {chosen}")
     say(f"chosen: {chosen['instruction_set']}")
-    for name in (*INSTRUCTION_SETS, "none"):
+    for name in ("amx", *PACKAGED, "none"):
         with_this = variables | {"ANABRANCH_KERNELS": name}
         done = anabranch(with_this, "generate", PROMPT, "--max-new-tokens", "24", "--json")
         if done.returncode:

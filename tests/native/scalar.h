@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int TILE_ROWS = 5, QUANTIZED_TILE_ROWS = 3, MAX_TILE_ROWS = 5, ACCUMULATORS = 7;
-constexpr bool MATRIX_TILES = false;
+constexpr bool matrix_tiles = false;
 
 // ---- types --------------------------------------------------------------------------------------------------------
 
@@ -60,6 +60,7 @@ inline F32x16 operator/(F32x16 a, F32x16 b) { return each([&](int i) { return a.
 
 inline void spin_pause() {}
 inline void release_tiles() {}
+inline void use_tiles(bool) {}
 
 // ---- floats -------------------------------------------------------------------------------------------------------
 

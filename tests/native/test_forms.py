@@ -199,7 +199,7 @@ def test_without_tiles_where_they_fail(flaw: str, monkeypatch: pytest.MonkeyPatc
         library = native.library()
         assert library.instruction_set == "avx512"
         with pytest.raises(build.BuildError):
-            build.opened(build.compiler_flags("amx"))
+            build.opened(build.compiler_flags("amx"), tiles=True)
     finally:
         native.forget()
 

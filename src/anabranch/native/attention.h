@@ -1,7 +1,9 @@
 // Attention of the nodes of a pass over the KV cache. Each node attends to its visible keys in text order, so the result
 // does not depend on where a key is in the cache, nor on which queries are computed together.
 //
-// T is the type of the rows between two products, P = Storage<T> the cache's, Q = Operand<P> that of queries and weights.
+// T is the type of the rows between two products, P = Storage<T> the cache's, Q = Operand<P> that of queries and weights. Tasks
+// are compiled for each P, not for each T, and only sums of values for each number of channels: attention for each of both took
+// a compiler as long as everything else.
 #pragma once
 
 #include "products.h"
@@ -42,40 +44,38 @@ inline void quantize_row(const float* from, int e, int8_t* to) {
   }
 }
 
-// The keys or the values of one batch row and kv head, of 16 NE channels.
-template <class P, int NE, bool QUANTIZED>
+// The keys or the values of one batch row and kv head, of ``e`` channels.
+template <class P>
 class CachedRows {
  public:
-  CachedRows(const void* rows, int64_t offset) : rows_(static_cast<const Stored*>(rows) + offset) {}
+  CachedRows(const void* rows, int64_t offset, int e, bool quantized)
+      : rows_(static_cast<const char*>(rows) + offset * (quantized ? 1 : static_cast<int64_t>(sizeof(P)))), e_(e),
+        quantized_(quantized) {}
 
   // ``count`` rows from ``first`` on: the cache's own, or converted into ``tile``
   const P* at(int first, int count, P* tile) const {
-    if constexpr (QUANTIZED) {
-      convert(first, count, tile);
-      return tile;
-    } else {
-      return rows_ + static_cast<int64_t>(first) * E;
-    }
+    if (!quantized_) return reinterpret_cast<const P*>(rows_) + static_cast<int64_t>(first) * e_;
+    convert(first, count, tile);
+    return tile;
   }
 
  private:
-  using Stored = std::conditional_t<QUANTIZED, char, P>;
-  static constexpr int E = 16 * NE, BYTES = E + E / BLOCK * static_cast<int>(sizeof(float));
-
   NOINLINE void convert(int first, int count, P* to) const {
-    const char* row = rows_ + static_cast<int64_t>(first) * BYTES;
-    for (int i = 0; i < count; ++i, row += BYTES, to += E)
-#pragma GCC unroll 4
-      for (int g = 0; g < E / BLOCK; ++g) {
+    const int groups = e_ / BLOCK, bytes = e_ + groups * static_cast<int>(sizeof(float));
+    const char* row = rows_ + static_cast<int64_t>(first) * bytes;
+    for (int i = 0; i < count; ++i, row += bytes, to += e_)
+      for (int g = 0; g < groups; ++g) {
         float scale;
-        std::memcpy(&scale, row + E + g * static_cast<int>(sizeof(float)), sizeof(float));
+        std::memcpy(&scale, row + e_ + g * static_cast<int>(sizeof(float)), sizeof(float));
         const int8_t* value = reinterpret_cast<const int8_t*>(row) + g * BLOCK;
         store16(to + g * BLOCK, load16(value) * broadcast(scale));
         store16(to + g * BLOCK + 16, load16(value + 16) * broadcast(scale));
       }
   }
 
-  const Stored* rows_;
+  const char* rows_;
+  int e_;
+  bool quantized_;
 };
 
 // ---- tasks --------------------------------------------------------------------------------------------------------
@@ -171,9 +171,10 @@ inline void rotate(const float* heads, int head, int count, const float* norm, c
 }
 
 // Scores of QUERIES queries and up to KEY_TILE transposed keys in groups of 16, as many groups at a time as there are
-// accumulators: this hides the latency of the sums and loads each value of a query once for all groups.
+// accumulators: this hides the latency of the sums and loads each value of a query once for all groups. ``words`` are those of a
+// key.
 template <class T, int QUERIES>
-inline void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
+NOINLINE void score_keys(const T* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
                        int64_t to_stride) {
   constexpr int AT_ONCE = std::min(KEY_TILE / 16, std::max(1, ACCUMULATORS / QUERIES));
   const auto score = [&](int first, auto at_once) {
@@ -236,17 +237,16 @@ inline float softmax(float* p, int n, float scale) {
 
 // ---- a task -------------------------------------------------------------------------------------------------------
 
-// One task, for heads of 16 NE channels.
-template <class T, int NE, bool QUANTIZED>
+// One task. ``heads`` receives rows of Q, or (``quantizes``) of QuantizedGroup.
+template <class P>
 class Attention {
-  using P = Storage<T>;
   using Q = Operand<P>;
 
  public:
-  Attention(const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, const AttentionTask& task,
-            Scratch& memory)
-      : s_(s), l_(l), plan_(plan), rows_(rows), task_(task), keys_(l.keys, head_offset()),
-        values_(l.values, head_offset()) {
+  Attention(const Shape& s, const Layer& l, const PassPlan& plan, const float* qkv, void* heads, bool quantizes,
+            const AttentionTask& task, Scratch& memory)
+      : s_(s), l_(l), plan_(plan), qkv_(qkv), heads_(heads), quantizes_(quantizes), task_(task),
+        keys_(l.keys, head_offset(), s.e, s.quantized_cache != 0), values_(l.values, head_offset(), s.e, s.quantized_cache != 0) {
     group_ = s.heads / s.kv_heads;
     length_ = static_cast<int>(plan.lengths[task.row]);
     const int last_row = node_of(task.count - 1), last = plan.ancestors[plan.offsets[last_row + 1] - 1];
@@ -255,11 +255,11 @@ class Attention {
     width_ = padded_scores(span_);
     q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
     p_ = memory.scores.of<float>(task.count * width_);
-    sums_ = memory.sums.of<F32x16>(task.count * NE);
-    if constexpr (QUANTIZED) tile_ = memory.cached.of<P>(CACHED_TILE * s.e);
+    sums_ = memory.sums.of<F32x16>(task.count * s.e / 16);
+    if (s.quantized_cache) tile_ = memory.cached.of<P>(CACHED_TILE * s.e);
   }
 
-  void run() {
+  NOINLINE void run() {
     rotate_queries();
     score();
     float total[MAX_TASK_QUERIES];
@@ -269,7 +269,13 @@ class Attention {
       if (s_.softcap > 0.0f) cap_scores(p, seen, s_.scale, s_.softcap);
       total[i] = softmax<Q>(p, seen, s_.softcap > 0.0f ? 1.0f : s_.scale);
     }
-    weigh_values(total);
+    switch (s_.e / BLOCK) {
+      case 1: weigh_values<2>(total); break;
+      case 2: weigh_values<4>(total); break;
+      case 3: weigh_values<6>(total); break;
+      case 4: weigh_values<8>(total); break;
+      default: weigh_values<16>(total); break;
+    }
   }
 
  private:
@@ -286,27 +292,27 @@ class Attention {
     for (int i = 0; i < task_.count; ++i) {
       const int64_t node = node_of(i), angle = plan_.rotation_of[node] * s_.rope_dim + l_.rope_queries;
       const int head = task_.head * group_ + (task_.first + i) % group_;
-      rotate(rows_.qkv + node * l_.qkv.outputs, head, s_.heads, l_.q_norm, s_, l_.rope_width, plan_.cos + angle,
+      rotate(qkv_ + node * l_.qkv.outputs, head, s_.heads, l_.q_norm, s_, l_.rope_width, plan_.cos + angle,
              plan_.sin + angle, q_ + i * s_.e);
     }
   }
 
   // scores of all queries and keys
   void score() {
-    constexpr int WORDS = NE * 16 / PER_LANE<Q>;
-    KeyLanes transposed[KEY_TILE / 16 * WORDS];
+    const int words = s_.e / PER_LANE<Q>;
+    KeyLanes transposed[KEY_TILE / 16 * MAX_HEAD / PER_LANE<Q>];
     for (int k = 0; k < span_; k += KEY_TILE) {
       const int groups = (std::min(KEY_TILE, span_ - k) + 15) / 16;
       for (int g = 0; g < groups; ++g) {
         const int at = k + 16 * g, have = std::min(16, span_ - at);
-        transpose_keys(keys_.at(at, have, tile_), have, s_.e, transposed + g * WORDS);
+        transpose_keys(keys_.at(at, have, tile_), have, s_.e, transposed + g * words);
       }
       int i = 0;
       const auto score_some = [&](auto queries) {
         for (; i + queries <= task_.count; i += queries)
-          score_keys<Q, queries>(q_ + i * s_.e, s_.e, transposed, WORDS, groups, p_ + i * width_ + k, width_);
+          score_keys<Q, queries>(q_ + i * s_.e, s_.e, transposed, words, groups, p_ + i * width_ + k, width_);
       };
-      if (ACCUMULATORS >= 12) score_some(std::integral_constant<int, 12>{});
+      if constexpr (ACCUMULATORS >= 12) score_some(std::integral_constant<int, 12>{});
       score_some(std::integral_constant<int, 6>{});
       score_some(std::integral_constant<int, 3>{});
       score_some(std::integral_constant<int, 1>{});
@@ -324,17 +330,15 @@ class Attention {
     return n;
   }
 
-  static constexpr int AT_ONCE = 24 / NE < 6 ? 24 / NE : 6;  // queries whose accumulators fit the registers
-
-  // Queries with the same visible committed tokens, as many at a time as fit. The leading nodes of the batch row that are
-  // visible to all of them are treated as part of the committed tokens.
-  int split_queries(Part* parts) const {
+  // Queries with the same visible committed tokens, as many at a time as fit: ``at_once``, 3 or 1. The leading nodes of the batch
+  // row that are visible to all of them are treated as part of the committed tokens.
+  int split_queries(Part* parts, int at_once) const {
     int count = 0;
     for (int i = 0; i < task_.count;) {
       const int from = plan_.first[node_of(i)];
       int same = 1;
-      while (same < AT_ONCE && i + same < task_.count && plan_.first[node_of(i + same)] == from) ++same;
-      const int queries = same == AT_ONCE ? AT_ONCE : same >= 3 ? 3 : 1;
+      while (same < at_once && i + same < task_.count && plan_.first[node_of(i + same)] == from) ++same;
+      const int queries = same == at_once ? at_once : same >= 3 ? 3 : 1;
       int common = plan_.keys(task_.row);
       for (int node = node_of(i); node <= node_of(i + queries - 1); ++node) common = std::min(common, plan_.run[node]);
       parts[count++] = {i, queries, from, (length_ - from + common) / PER_LANE<Q> * PER_LANE<Q>};
@@ -343,19 +347,22 @@ class Attention {
     return count;
   }
 
-  void weigh_values(const float* total) {
+  // for heads of 16 NE channels
+  template <int NE>
+  NOINLINE void weigh_values(const float* total) {
+    constexpr int AT_ONCE = 24 / NE < 6 ? 24 / NE : 6;  // queries whose accumulators fit the registers
     Part parts[MAX_TASK_QUERIES];
-    const int count = split_queries(parts);
+    const int count = split_queries(parts, AT_ONCE);
     int longest = 0;
     for (int i = 0; i < count; ++i) longest = std::max(longest, parts[i].count);
     for (int i = 0; i < task_.count * NE; ++i) sums_[i] = zero();
     const int64_t stride = width_ * PER_LANE<Q>;
-    constexpr int SIZE = QUANTIZED ? CACHED_TILE : VALUE_TILE;
-    for (int j = 0; j < longest; j += SIZE)
+    const int size = tile_ != nullptr ? CACHED_TILE : VALUE_TILE;
+    for (int j = 0; j < longest; j += size)
       for (int i = 0; i < count; ++i) {
         const Part& part = parts[i];
         if (j >= part.count) continue;
-        const int have = std::min(SIZE, part.count - j);
+        const int have = std::min(size, part.count - j);
         const P* values = tile_of_values(part.from + j, have);
         const auto accumulate = [&](auto queries) {
           accumulate_values<queries, NE>(reinterpret_cast<const Q*>(p_ + part.first * width_) + j, stride,
@@ -369,17 +376,18 @@ class Attention {
           accumulate(std::integral_constant<int, 1>{});
       }
     for (const Part* part = parts; part < parts + count; ++part)
-      for (int i = part->first; i < part->first + part->queries; ++i) finish(i, part->count, total[i]);
+      for (int i = part->first; i < part->first + part->queries; ++i) finish<NE>(i, part->count, total[i]);
   }
 
   // ``count`` values from ``first`` on; queries of a task that see the same ones share their conversion
   const P* tile_of_values(int first, int count) {
-    if (QUANTIZED && first == tile_first_ && count <= tile_count_) return tile_;
+    if (tile_ != nullptr && first == tile_first_ && count <= tile_count_) return tile_;
     tile_first_ = first, tile_count_ = count;
     return values_.at(first, count, tile_);
   }
 
   // Adds the values visible to query i after the first ``done`` keys, divides, and stores the head.
+  template <int NE>
   void finish(int i, int done, float total) {
     constexpr int STEP = PER_LANE<Q>;
     const Q* p = reinterpret_cast<const Q*>(p_ + i * width_);  // see ``softmax``
@@ -399,46 +407,41 @@ class Attention {
     }
     const F32x16 inverse = broadcast(1.0f / total);
     const int head = task_.head * group_ + (task_.first + i) % group_;
-    T* to = rows_.heads + row_offset<T>(static_cast<int64_t>(node) * s_.heads + head, s_.e);
+    const int64_t row = static_cast<int64_t>(node) * s_.heads + head;
+    auto* groups = static_cast<QuantizedGroup*>(heads_) + row_offset<QuantizedGroup>(row, s_.e);
+    Q* to = static_cast<Q*>(heads_) + row_offset<Q>(row, s_.e);
     for (int c = 0; c < NE / 2; ++c) {
       unpair_sums<Q>(&acc[2 * c], &acc[2 * c + 1]);
-      store32(to, c, acc[2 * c] * inverse, acc[2 * c + 1] * inverse);
+      const F32x16 low = acc[2 * c] * inverse, high = acc[2 * c + 1] * inverse;
+      quantizes_ ? store32(groups, c, low, high) : store32(to, c, low, high);
     }
   }
 
   const Shape& s_;
   const Layer& l_;
   const PassPlan& plan_;
-  const Activations<T>& rows_;
+  const float* qkv_;
+  void* heads_;
+  bool quantizes_;
   const AttentionTask& task_;
   int group_, length_, span_;
   int64_t width_;
   Q* q_;
   float* p_;
   F32x16* sums_;
-  P* tile_ = nullptr;
+  P* tile_ = nullptr;                     // of a quantised cache
   int tile_first_ = -1, tile_count_ = 0;  // the values in ``tile_``
-  CachedRows<P, NE, QUANTIZED> keys_, values_;
+  CachedRows<P> keys_, values_;
 };
 
 // a thread's part of attention
 template <class T>
 void attend(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, int thread) {
+  constexpr bool QUANTIZES = std::is_same<T, QuantizedGroup>::value;
   Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
   runner.pool.parallel_for(static_cast<int>(plan.tasks->size()), thread, [&](int i) {
     const AttentionTask& task = (*plan.tasks)[static_cast<size_t>(i)];
-    const auto run = [&](auto vectors) {
-      constexpr int NE = vectors;
-      s.quantized_cache ? Attention<T, NE, true>(s, l, plan, rows, task, memory).run()
-                        : Attention<T, NE, false>(s, l, plan, rows, task, memory).run();
-    };
-    switch (s.e / 32) {
-      case 1: run(std::integral_constant<int, 2>{}); break;
-      case 2: run(std::integral_constant<int, 4>{}); break;
-      case 3: run(std::integral_constant<int, 6>{}); break;
-      case 4: run(std::integral_constant<int, 8>{}); break;
-      default: run(std::integral_constant<int, 16>{}); break;
-    }
+    Attention<Storage<T>>(s, l, plan, rows.qkv, rows.heads, QUANTIZES, task, memory).run();
   });
 }
 

@@ -11,7 +11,7 @@ namespace {
 constexpr int TILE_ROWS = 24;
 constexpr int QUANTIZED_TILE_ROWS = 24;
 constexpr int ACCUMULATORS = 6;
-constexpr bool MATRIX_TILES = false;
+constexpr bool matrix_tiles = false;
 constexpr int MAX_TILE_ROWS = TILE_ROWS;
 
 // ---- vectors -----------------------------------------------------------------------------------------------------
@@ -30,6 +30,7 @@ using Operand = std::conditional_t<std::is_same<P, bf16>::value, Rounded, P>;
 
 inline void spin_pause() { _mm_pause(); }
 inline void release_tiles() {}
+inline void use_tiles(bool) {}
 
 inline F32x16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F32x16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

@@ -1,5 +1,6 @@
-// AVX-512. Values of bf16 are multiplied in pairs, in AMX tiles too, or as floats, as recipe.py chooses: not every processor
-// that can multiply pairs (AVX512_BF16) does it faster than floats. The names are documented in simd.h; products and
+// AVX-512. Values of bf16 are multiplied in pairs, or as floats, as recipe.py chooses: not every processor that can multiply
+// pairs (AVX512_BF16) does it faster than floats. A library for pairs has AMX tiles, too, since every processor with AMX can
+// multiply pairs; ``matrix_tiles`` is set where they are used. The names are documented in simd.h; products and
 // attention are in avx512_products.h.
 #pragma once
 
@@ -13,17 +14,13 @@ constexpr int TILE_ROWS = 14;           // 28 accumulators, 2 weights and a broa
 constexpr int QUANTIZED_TILE_ROWS = 8;  // quantised rows keep two accumulators for each output
 constexpr int ACCUMULATORS = 28;
 
-#ifdef ANABRANCH_TILES  // set by recipe.py
-constexpr bool MATRIX_TILES = true;
-#else
-constexpr bool MATRIX_TILES = false;
-#endif
-#if defined(ANABRANCH_TILES) || defined(ANABRANCH_PAIRS)  // set by recipe.py
+#ifdef ANABRANCH_PAIRS  // set by recipe.py
 constexpr bool PAIRS = true;
+bool matrix_tiles = false;
 #else
-constexpr bool PAIRS = false;
+constexpr bool PAIRS = false, matrix_tiles = false;
 #endif
-constexpr int MAX_TILE_ROWS = MATRIX_TILES ? 32 : TILE_ROWS;  // AMX: two tiles of 16 rows
+constexpr int MAX_TILE_ROWS = PAIRS ? 32 : TILE_ROWS;  // AMX: two tiles of 16 rows
 
 // ---- vectors -----------------------------------------------------------------------------------------------------
 

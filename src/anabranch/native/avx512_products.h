@@ -346,7 +346,9 @@ inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, 
 
 // ---- tiles --------------------------------------------------------------------------------------------------------
 
-#ifdef ANABRANCH_TILES
+#ifdef ANABRANCH_PAIRS
+inline void use_tiles(bool use) { matrix_tiles = use; }
+
 // Tiles 0 to 3 accumulate 16 rows by 16 outputs each, 4 and 5 have 16 rows of 32 values, 6 and 7 the weights. This is the
 // number of rows for which the calling thread's tiles are configured; 0: they are not.
 thread_local int configured_rows = 0;
@@ -416,6 +418,7 @@ inline void multiply_amx(int count, const bf16* x, int64_t stride, const bf16* b
 }
 #else
 inline void release_tiles() {}
+inline void use_tiles(bool) {}
 #endif
 
 template <class W, int LINES, int ROWS, class T, class P>
@@ -427,9 +430,9 @@ inline void multiply_tile_of(int count, const T* x, int64_t stride, const P* blo
 
 template <class W, int LINES, class T, class P>
 inline void multiply_tile(int count, const T* x, int64_t stride, const P* block, int width, const char* next, Sums& acc) {
-#ifdef ANABRANCH_TILES
+#ifdef ANABRANCH_PAIRS
   if constexpr (std::is_same<T, bf16>::value)
-    if (width % BLOCK == 0) return multiply_amx<LINES>(count, x, stride, block, width, next, acc);
+    if (matrix_tiles && width % BLOCK == 0) return multiply_amx<LINES>(count, x, stride, block, width, next, acc);
 #endif
   constexpr int ROWS = std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
   multiply_tile_of<W, LINES, ROWS>(count, x, stride, block, width, next, acc);

@@ -1,8 +1,8 @@
 """Find the compiled kernels: those of the wheel, or compiled on first use and kept in the cache folder.
 
-A wheel for x86-64 Linux brings a library for each instruction set (``recipe``), and needs no compiler. Where none
-fits, as in an editable installation, a compiler on this machine makes one, once. A library's file name has a hash of
-its sources and flags, and the SHA-256 of its content: truncated or damaged files and those of other versions are not
+A wheel for x86-64 Linux brings libraries (``recipe.PACKAGED``), and needs no compiler. Where none fits, as in an
+editable installation, a compiler on this machine makes one, once. A library's file name has a hash of its sources and
+flags, and the SHA-256 of its content: truncated or damaged files and those of other versions are not
 loaded. If the cache folder is not writable, the library is compiled in a temporary folder at every start. So it is if
 others can write the folder: a library is code that runs with this user's rights, so one that another user may have put
 there is not loaded.
@@ -43,7 +43,9 @@ ASK_FOR_TILES = (158, 0x1023, 18)
 CHECK = f"""
 import ctypes, sys
 ctypes.CDLL(None).syscall(*{ASK_FOR_TILES})
-sys.exit(0 if ctypes.CDLL(sys.argv[1]).anabranch_multiplies() == 1 else 1)
+library = ctypes.CDLL(sys.argv[1])
+library.anabranch_use_tiles(int(sys.argv[2]))
+sys.exit(0 if library.anabranch_multiplies() == 1 else 1)
 """
 KEPT = 16  # libraries in the cache folder; older ones are deleted
 LONGEST = 300  # timeout of a compilation in seconds
@@ -76,14 +78,22 @@ class Opened:
     not_kept: str = ""
 
 
-def opened(flags: tuple[str, ...]) -> Opened:
+def opened(flags: tuple[str, ...], *, tiles: bool = False) -> Opened:
     """The library for these compiler flags: from the wheel, from the cache folder, or compiled now.
+
+    tiles  multiply in AMX tiles, which the library must have and the system grant
 
     Safe with concurrent processes. Raises BuildError.
     """
+    found = _opened(flags, tiles)
+    found.library.anabranch_use_tiles(int(tiles))
+    return found
+
+
+def _opened(flags: tuple[str, ...], tiles: bool) -> Opened:
     flaw = ""
     for path in sorted(recipe.PACKED.glob(f"kernels-*-{key_of(flags)}-*.so")):
-        flaw = _flaw(path)
+        flaw = _flaw(path, tiles)
         if not flaw:
             return Opened(ctypes.CDLL(str(path)), packed=True)
     folder, key = cache_home() / "native", key_of(flags, sorted(processor_flags()))
@@ -104,7 +114,7 @@ def opened(flags: tuple[str, ...]) -> Opened:
             if (library := _kept(folder, key)) is not None:  # compiled by another process meanwhile
                 return Opened(library)
             with tempfile.TemporaryDirectory(dir=folder) as workspace:
-                made = _compile(command, flags, Path(workspace), folder)
+                made = _compile(command, flags, Path(workspace), folder, tiles)
                 digest = hashlib.sha256(made.read_bytes()).hexdigest()
                 made.chmod(0o700)
                 made.replace(folder / f"kernels-{key}-{digest}.so")
@@ -117,19 +127,19 @@ def opened(flags: tuple[str, ...]) -> Opened:
         LOGGER.info("compiled kernels are kept in %s", folder)
         return Opened(library)
     with tempfile.TemporaryDirectory(prefix="anabranch-") as workspace:
-        made = _compile(command, flags, Path(workspace), Path(tempfile.gettempdir()))
+        made = _compile(command, flags, Path(workspace), Path(tempfile.gettempdir()), tiles)
         try:
             return Opened(ctypes.CDLL(str(made)), not_kept=f"{folder} cannot be used ({not_kept})")
         except OSError as error:
             raise BuildError(f"the compiled kernels cannot be loaded: {error}", "") from error
 
 
-def _flaw(path: Path) -> str:
+def _flaw(path: Path, tiles: bool) -> str:
     """The reason why a library of the wheel cannot be used; empty if it can."""
     try:
         if not _whole(path):
             return f"{path.name} of this installation is damaged"
-        if not _multiplies(path):
+        if not _multiplies(path, tiles):
             return "their products are wrong on this processor"
     except OSError as error:
         return f"{path.name} of this installation cannot be read: {error.strerror}"
@@ -141,12 +151,12 @@ def _whole(path: Path) -> bool:
     return hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.rpartition("-")[2]
 
 
-def _multiplies(path: Path) -> bool:
+def _multiplies(path: Path, tiles: bool) -> bool:
     """Try the products of a library in a process of its own, or at once in an application without an interpreter."""
     if getattr(sys, "frozen", False) or not sys.executable:
         return True
     try:  # -I and -S: the check imports nothing but the standard library
-        command = [sys.executable, "-I", "-S", "-c", CHECK, str(path)]
+        command = [sys.executable, "-I", "-S", "-c", CHECK, str(path), str(int(tiles))]
         return subprocess.run(command, check=False, timeout=60, capture_output=True).returncode == 0
     except subprocess.TimeoutExpired:
         return False
@@ -196,7 +206,7 @@ def _owned(status: os.stat_result) -> bool:
     return status.st_uid in (0, os.geteuid())
 
 
-def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path) -> Path:
+def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: Path, tiles: bool) -> Path:
     """Compile a library in ``workspace`` and check its products. Raises BuildError, or OSError if the disk is full."""
     made, log = workspace / "kernels.so", logs / "anabranch-compile.log"
     try:
@@ -218,7 +228,7 @@ def _compile(command: list[str], flags: tuple[str, ...], workspace: Path, logs: 
         with suppress(OSError):
             log.write_text(f"{shlex.join(map(str, done.args))}\n\n{done.stderr}", encoding="utf-8")
         raise BuildError(f"compiling them failed: {first.strip()}", f"see {log}; try another g++, or set CXX")
-    if not _multiplies(made):
+    if not _multiplies(made, tiles):
         raise BuildError("their products are wrong on this processor", "try another g++, or set CXX")
     return made
 

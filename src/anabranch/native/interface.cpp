@@ -101,7 +101,10 @@ constexpr int32_t LAYOUT[] = {
 extern "C" {
 
 // its name in INSTRUCTION_SETS in recipe.py
-const char* anabranch_instruction_set() { return ANABRANCH_KERNELS; }
+const char* anabranch_instruction_set() { return matrix_tiles ? "amx" : ANABRANCH_KERNELS; }
+
+// Multiplies bf16 in AMX tiles from now on, or does not; for libraries that have them. Call it before all others.
+void anabranch_use_tiles(int use) { use_tiles(use != 0); }
 
 // the error message of the calling thread's last failed call
 const char* anabranch_message() { return message; }

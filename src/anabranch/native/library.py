@@ -3,8 +3,8 @@
 ``library()`` loads them once per process (``selection`` chooses an instruction set, ``build`` finds or compiles its
 library); it is None if they cannot run, and ``shortfall()`` says why. C functions are called by the methods of
 ``Library`` and by the bindings of methods with their own C++ (``Library.function``), which check every tensor, count
-and type. Each C function checks its arguments again. Invalid calls raise AssertionError; a lack of memory or threads
-raises DeviceError.
+and type. Each C function checks its arguments again. Invalid calls raise AssertionError; a lack of memory raises
+OutOfMemoryError.
 
 M rows, D width, N outputs.
 """
@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 MAX_EMBEDDING_WIDTH = 8192  # of rows that kernels read embeddings into
-STATUSES = {"memory": -1, "threads": -2}  # of the C functions; others below 0 refuse an argument
+NO_MEMORY = -1  # returned by C functions; other numbers below 0 refuse an argument
 MAX_THREADS = 1024
 PAGE = 2**21  # bytes of a large page
 ARENA = 2**26  # bytes that packed weights share
@@ -166,12 +166,10 @@ class Library(StoredWeights):
         if status >= 0:
             return status
         message = self._c.anabranch_message().decode(errors="replace")
-        if status == STATUSES["memory"]:
+        if status == NO_MEMORY:
             raise OutOfMemoryError(
                 f"the native kernels ran out of memory ({message}); use fewer rows or a shorter context"
             )
-        if status == STATUSES["threads"]:
-            raise DeviceError(f"the native kernels could not start a thread ({message}); raise the limit (ulimit -u)")
         raise AssertionError(f"the native kernels rejected a call: {message}")
 
     def single_threaded(self) -> AbstractContextManager[None]:
@@ -480,7 +478,7 @@ def _find() -> _Found:
     failures: dict[str, build.BuildError] = {}
     for name in selection.instruction_sets():
         try:
-            opened = build.opened(build.compiler_flags(name))
+            opened = build.opened(build.compiler_flags(name), tiles=name == "amx")
         except build.BuildError as failed:
             failures[name] = failed
             continue

@@ -38,12 +38,12 @@ inline int64_t row_offset(int64_t row, int width) {
 // True if rows of ``width`` values are multiplied in the matrix unit. This must not depend on the number of rows, since its
 // sums are rounded in another order.
 template <class T>
-constexpr bool uses_matrix_tiles(int width) {
-  return MATRIX_TILES && std::is_same<T, bf16>::value && width % BLOCK == 0;
+inline bool uses_matrix_tiles(int width) {
+  return matrix_tiles && std::is_same<T, bf16>::value && width % BLOCK == 0;
 }
 
 template <class T>
-constexpr int max_tile_rows(int width) {
+inline int max_tile_rows(int width) {
   if (uses_matrix_tiles<T>(width)) return MAX_TILE_ROWS;
   return std::is_same<T, QuantizedGroup>::value ? QUANTIZED_TILE_ROWS : TILE_ROWS;
 }
@@ -117,7 +117,7 @@ template <class T>
 inline void multiply_expanding(int count, const T* x, int64_t stride, const char* from, int groups, const char* next,
                                Sums& acc) {
   if constexpr (INTERLEAVED_ROWS<T> > 0)
-    if (count <= INTERLEAVED_ROWS<T>) return multiply_interleaved(count, x, stride, from, groups, next, acc);
+    if (!matrix_tiles && count <= INTERLEAVED_ROWS<T>) return multiply_interleaved(count, x, stride, from, groups, next, acc);
   alignas(64) bf16 expanded[BLOCK * BLOCK];
   for (int g = 0; g < groups; ++g, from += Int4::GROUP, next += Int4::GROUP) {
     expand_and_prefetch(from, next, expanded);

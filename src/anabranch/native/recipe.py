@@ -16,6 +16,7 @@ __all__ = [
     "INSTRUCTION_SETS",
     "LINK",
     "PACKAGE",
+    "PACKAGED",
     "PACKED",
     "PROBE",
     "digest",
@@ -52,16 +53,21 @@ def _named(name: str, features: frozenset[str], *macros: str) -> tuple[frozenset
     return features, (*machine_flags(features), *(f"-DANABRANCH_{macro}" for macro in (*macros, f'KERNELS="{name}"')))
 
 
-# Processor features that each instruction set requires, and its compiler flags; the fastest first. Bf16 is multiplied
-# in pairs with PAIRS (AVX512_BF16), and in AMX tiles with TILES.
+# one library, which uses AMX tiles where the processor has them; bf16 is multiplied in pairs (AVX512_BF16) elsewhere
+_TILES, _WITH_TILES = _named("avx512_bf16", BF16 | {"amx_tile", "amx_bf16"}, "PAIRS")
+
+# processor features that each instruction set requires, and the compiler flags of its library; the fastest first
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "amx": _named("amx", BF16 | {"amx_tile", "amx_bf16"}, "TILES"),
-    "avx512_bf16": _named("avx512_bf16", BF16, "PAIRS"),
+    "amx": (_TILES, _WITH_TILES),
+    "avx512_bf16": (BF16, _WITH_TILES),
     "avx512_vnni": _named("avx512_vnni", VNNI),
     "avx512": _named("avx512", AVX512),
     "avx2_vnni": _named("avx2_vnni", AVX2 | {"avx_vnni"}, "AVX2"),
     "avx2": _named("avx2", AVX2, "AVX2"),
 }
+# The libraries of a wheel: that of AMX is avx512_bf16's. Each takes 20 s of a processor to compile, so a wheel has none
+# for Intel's server processors of 2017 and 2018, which lack VNNI; without a compiler they run avx2's.
+PACKAGED = ("avx512_bf16", "avx512_vnni", "avx2_vnni", "avx2")
 
 
 def sources(kind: str = "cpp") -> list[Path]:

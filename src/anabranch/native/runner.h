@@ -31,13 +31,15 @@ class Runner {
   template <class T>
   T& extension() {
     static const char key = 0;  // its address identifies T
-    std::shared_ptr<void>& kept = extensions_[&key];
-    if (!kept) kept = std::make_shared<T>();
-    return *static_cast<T*>(kept.get());
+    auto kept = extensions_.find(&key);
+    if (kept == extensions_.end())
+      kept = extensions_.emplace(&key, Extension(new T(), [](void* memory) { delete static_cast<T*>(memory); })).first;
+    return *static_cast<T*>(kept->second.get());
   }
 
  private:
-  std::map<const void*, std::shared_ptr<void>> extensions_;
+  using Extension = std::unique_ptr<void, void (*)(void*)>;
+  std::map<const void*, Extension> extensions_;
 };
 
 // the runner of a call, with the number of threads adapted to the CPUs that are free

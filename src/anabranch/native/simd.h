@@ -8,7 +8,6 @@
 // ---- constants ----
 //   TILE_ROWS            rows that share one read of a block of weights in bf16 or float
 //   QUANTIZED_TILE_ROWS  the same for weights in int8 and int4
-//   MATRIX_TILES         bool: bf16 is multiplied in a matrix unit (AMX) where the width is a multiple of 32
 //   MAX_TILE_ROWS        the largest number of rows that ``multiply_tile`` takes
 //   ACCUMULATORS         F32x16 accumulators that registers hold while attention scores are computed
 //
@@ -24,6 +23,8 @@
 //
 // ---- the processor ----
 //   void spin_pause()                    a hint inside a spin loop
+//   bool matrix_tiles                    bf16 is multiplied in a matrix unit (AMX) where the width is a multiple of 32
+//   void use_tiles(bool)                 sets ``matrix_tiles``; does nothing without a matrix unit
 //   void release_tiles()                 release the calling thread's matrix tiles; empty without a matrix unit
 //
 // ---- floats ----

@@ -6,12 +6,11 @@
 #include <exception>
 #include <new>
 #include <stdexcept>
-#include <system_error>
 
 namespace {
 
-// See STATUSES in library.py.
-enum Status : int32_t { DONE = 0, NO_MEMORY = -1, NO_THREADS = -2, REFUSED = -3 };
+// See NO_MEMORY in library.py.
+enum Status : int32_t { DONE = 0, NO_MEMORY = -1, REFUSED = -2 };
 
 // the message of the calling thread's last failed call
 thread_local char message[256] = "";
@@ -43,8 +42,6 @@ inline int32_t guarded(F&& f) noexcept {
     return failed(NO_MEMORY, "out of memory");
   } catch (const std::length_error&) {
     return failed(NO_MEMORY, "more memory than a process can address");
-  } catch (const std::system_error& error) {
-    return failed(NO_THREADS, error.what());
   } catch (const std::exception& error) {
     return failed(REFUSED, error.what());
   }

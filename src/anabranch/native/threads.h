@@ -1,17 +1,14 @@
 // A thread pool with barriers and work stealing, which uses fewer threads while other processes keep CPUs busy.
 #pragma once
 
+#include <pthread.h>
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
-#include <new>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -42,23 +39,23 @@ inline void split_range(int count, int threads, int thread, int* first, int* las
 
 // A job runs on ``size`` threads at once, with the caller as thread 0. Workers spin between jobs, and sleep after a while. If
 // the system cannot start a thread, the pool is smaller. Jobs must not throw: the other threads would wait at a barrier forever.
+// Threads are POSIX's: std::thread would bring a part of the C++ library that a wheel would have to contain (hatch_build.py).
 class ThreadPool {
  public:
   explicit ThreadPool(int threads) : members_(static_cast<size_t>(threads)) {
-    workers_.reserve(static_cast<size_t>(threads));
-    try {
-      for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
-    } catch (const std::system_error&) {
-    } catch (const std::bad_alloc&) {
-    }
-    size_ = most_ = static_cast<int>(workers_.size()) + 1;  // no worker reads it before its first job
+    for (Member& member : members_) member.pool = this;
+    for (most_ = 1; most_ < threads; ++most_)
+      if (pthread_create(&member_of(most_).worker, nullptr, work_as, &member_of(most_)) != 0) break;
+    size_ = most_;  // no worker reads it before its first job
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   ~ThreadPool() {
     stopping_ = true;
     start(most_);
-    for (auto& worker : workers_) worker.join();
+    for (int i = 1; i < most_; ++i) pthread_join(member_of(i).worker, nullptr);
+    for (Member& member : members_) pthread_cond_destroy(&member.wake);
+    pthread_mutex_destroy(&mutex_);
   }
 
   int size() const { return size_; }
@@ -105,7 +102,7 @@ class ThreadPool {
   // steals from the others. It returns when all calls have started; a barrier waits until they are done.
   template <class Work>
   void parallel_for(int count, int thread, Work&& work) {
-    const uint64_t loop = ++members_[static_cast<size_t>(thread)].loops;
+    const uint64_t loop = ++member_of(thread).loops;
     for (int i = 0; i < size_; ++i) {
       const int owner = thread + i < size_ ? thread + i : thread + i - size_;
       int first, last;
@@ -128,11 +125,13 @@ class ThreadPool {
   }
 
  private:
+  struct Member;
+
   template <class Done>
   static void wait(Done&& done) {
     for (int spins = 0; !done(); ++spins) {
       spin_pause();
-      if (spins > SPINS_BEFORE_YIELD) std::this_thread::yield();
+      if (spins > SPINS_BEFORE_YIELD) sched_yield();
     }
   }
 
@@ -141,23 +140,28 @@ class ThreadPool {
 
   // starts a job on the workers among the first ``threads``
   void start(int threads) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      for (int i = 1; i < threads; ++i) members_[static_cast<size_t>(i)].jobs.fetch_add(1, std::memory_order_release);
-    }
-    for (int i = 1; i < threads; ++i) members_[static_cast<size_t>(i)].wake.notify_one();
+    pthread_mutex_lock(&mutex_);
+    for (int i = 1; i < threads; ++i) member_of(i).jobs.fetch_add(1, std::memory_order_release);
+    pthread_mutex_unlock(&mutex_);
+    for (int i = 1; i < threads; ++i) pthread_cond_signal(&member_of(i).wake);
   }
 
-  void work(int thread) {
-    Member& me = members_[static_cast<size_t>(thread)];
+  static void* work_as(void* member) {
+    Member& me = *static_cast<Member*>(member);
+    me.pool->work(me, static_cast<int>(&me - me.pool->members_.data()));
+    return nullptr;
+  }
+
+  void work(Member& me, int thread) {
     int seen = 0;
     for (;;) {
       int spins = 0;
       while (me.jobs.load(std::memory_order_acquire) == seen) {
         spin_pause();
         if (++spins > SPINS_BEFORE_SLEEP) {
-          std::unique_lock<std::mutex> lock(mutex_);
-          me.wake.wait(lock, [&] { return me.jobs.load() != seen; });
+          pthread_mutex_lock(&mutex_);
+          while (me.jobs.load() == seen) pthread_cond_wait(&me.wake, &mutex_);
+          pthread_mutex_unlock(&mutex_);
         }
       }
       seen = me.jobs.load(std::memory_order_acquire);
@@ -178,8 +182,12 @@ class ThreadPool {
     uint64_t loops = 0;
     int64_t lacked = 0;        // nanoseconds of jobs without a CPU
     std::atomic<int> jobs{0};  // number of jobs started
-    std::condition_variable wake;
+    pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+    pthread_t worker{};
+    ThreadPool* pool = nullptr;
   };
+
+  Member& member_of(int thread) { return members_[static_cast<size_t>(thread)]; }
 
   // consecutive indices of a part
   struct Claim {
@@ -190,7 +198,7 @@ class ThreadPool {
   // a pass (docs/log.md). 0 indices if none remain. If a faster thread has moved the counter to a later loop, this part is
   // finished.
   Claim claim(int owner, uint64_t loop, int size) {
-    std::atomic<uint64_t>& claimed = members_[static_cast<size_t>(owner)].claimed;
+    std::atomic<uint64_t>& claimed = member_of(owner).claimed;
     const uint64_t begin = loop << 24;
     uint64_t seen = claimed.load(std::memory_order_relaxed);
     for (;;) {
@@ -205,8 +213,7 @@ class ThreadPool {
   int size_ = 1, most_ = 1;
   int64_t worked_ = 0, rested_ = 0;  // nanoseconds: of jobs on several threads; when to use all threads again
   std::vector<Member> members_;
-  std::vector<std::thread> workers_;
-  std::mutex mutex_;
+  pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
   bool stopping_ = false;
   void (*call_)(void*, int) = nullptr;
   void* context_ = nullptr;

@@ -22,7 +22,7 @@ const int32_t* anabranch_streams_layout(int* count) {
   return STREAMS_LAYOUT;
 }
 
-// The number of nodes of the tree of one sequence, from its stream states [depth, D]; see Drafter::Tree.
+// The number of nodes of the tree of one sequence, from its stream states [depth, D]; see DraftLevels::Tree.
 int anabranch_draft(int kind, void* runner, const DraftConfig* config, const void* states, int64_t root, int64_t* tokens,
                     int64_t* parents, int64_t* sources, float* joints) {
   return guarded([&] {
