@@ -156,8 +156,8 @@ class Sampling(Body):
             return None
         content = self.prediction.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-        if self.prediction.get("type") != "content" or not texts or not all(isinstance(text, str) for text in texts):
+        texts = [part["text"] for part in parts if _is_text(part)] if isinstance(parts, list) else []
+        if self.prediction.get("type") != "content" or not texts or len(texts) < len(parts):
             raise RequestError(
                 400, 'prediction must be {"type": "content", "content": TEXT}, or have text parts', param="prediction"
             )
@@ -168,3 +168,7 @@ class Sampling(Body):
             return None if not self.logit_bias else {int(token): bias for token, bias in self.logit_bias.items()}
         except ValueError as error:
             raise RequestError(400, f"logit_bias has a key that is no token id: {error}", param="logit_bias") from error
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
