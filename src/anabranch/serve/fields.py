@@ -155,13 +155,12 @@ class Sampling(Body):
         if self.prediction is None:
             return None
         content = self.prediction.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        texts = [part["text"] for part in parts if _is_text(part)] if isinstance(parts, list) else []
-        if self.prediction.get("type") != "content" or not texts or len(texts) < len(parts):
+        parts = [{"text": content}] if isinstance(content, str) else content
+        if self.prediction.get("type") != "content" or not isinstance(parts, list) or not all(map(_is_text, parts)):
             raise RequestError(
                 400, 'prediction must be {"type": "content", "content": TEXT}, or have text parts', param="prediction"
             )
-        return "".join(texts) or None
+        return "".join(part["text"] for part in parts) or None
 
     def _bias(self) -> dict[int, float] | None:
         try:
