@@ -303,7 +303,8 @@ def test_an_adapter_folder_that_cannot_be_made(written: Path, tmp_path: Path) ->
 
 
 def test_help_says_where_kept_states_lie() -> None:
-    assert "in an unnamed file in the run's folder" in " ".join(call("streams", "--help").stdout.split())
+    said = " ".join(call("streams", "--help").stdout.split())
+    assert "on a CPU in a file in the run's folder: none, exact, or int8" in said
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
