@@ -92,8 +92,8 @@ MANY = (
 @pytest.mark.parametrize(
     ("quantize", "specs"),
     [
-        ("none", FEW),
         ("int4", FEW),
+        pytest.param("none", FEW, marks=pytest.mark.thorough),
         *(pytest.param(quantize, MANY, marks=pytest.mark.thorough) for quantize in ("none", "int8", "int4")),
     ],
 )

@@ -100,7 +100,7 @@ def distribution(
         (DraftModelSettings("chain", tokens="2"), WORDS),
         (DraftModelSettings("chain", tokens="1"), WORDS - 1),
         (DraftModelSettings("iid", tokens="1", k="2"), WORDS + 2),
-        (DraftModelSettings("without", tokens="1", k="3"), WORDS),
+        pytest.param(DraftModelSettings("without", tokens="1", k="3"), WORDS, marks=pytest.mark.thorough),
         (DraftModelSettings("chain", tokens="2", threshold=0.3), WORDS),
         (DraftModelSettings("without", tokens="1", k="2"), WORDS - 1),
         pytest.param(DraftModelSettings("iid", tokens="2", k="2/1"), WORDS, marks=pytest.mark.thorough),
@@ -121,7 +121,7 @@ def test_a_draft_model_with_rejection(shape: DraftModelSettings, words: int, mon
     "shape",
     [
         DraftModelSettings("chain", tokens="1"),
-        DraftModelSettings("iid", tokens="1", k="2"),
+        pytest.param(DraftModelSettings("iid", tokens="1", k="2"), marks=pytest.mark.thorough),
         DraftModelSettings("without", tokens="1", k="2"),
     ],
     ids=str,
@@ -166,8 +166,13 @@ def eagle(target: Decoder, folder: Path) -> Drafter:
         pytest.param(eagle, 0, id="eagle"),
         pytest.param(streams("chain"), 1, id="streams chain"),
         pytest.param(streams("product,k=2,depth=1"), 1, id="streams product", marks=pytest.mark.thorough),
-        pytest.param(streams("chain,prune_threshold=0.25"), 1, id="streams chain, pruned"),
-        pytest.param(streams("product,k=2,depth=1,prune_threshold=0.25"), 1, id="streams product, pruned"),
+        pytest.param(streams("chain,prune_threshold=0.25"), 1, id="streams chain, pruned", marks=pytest.mark.thorough),
+        pytest.param(
+            streams("product,k=2,depth=1,prune_threshold=0.25"),
+            1,
+            id="streams product, pruned",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_other_sampled_drafts_with_rejection(
@@ -187,7 +192,7 @@ def test_other_sampled_drafts_with_rejection(
         pytest.param(chain_of_ngrams, 0, id="ngram"),
         pytest.param(eagle, 0, id="eagle"),
         pytest.param(streams("chain"), 1, id="streams chain"),
-        pytest.param(streams("product,k=2,depth=1"), 1, id="streams product"),
+        pytest.param(streams("product,k=2,depth=1"), 1, id="streams product", marks=pytest.mark.thorough),
         *(
             pytest.param(lambda target, _, shape=shape: DraftModelDrafter(target, model(4), shape), 0, id=str(shape))
             for shape in (DraftModelSettings("chain", tokens="2"), DraftModelSettings("without", tokens="1", k="3"))

@@ -49,6 +49,7 @@ def test_measurements_have_the_defaults_of_the_generation_config(toys: ToyFolder
     assert without.tokens > short, "an option of the call overrides the model's"
 
 
+@pytest.mark.thorough
 def test_verbs_name_the_defaults_that_they_use(anabranch: Anabranch, hasty: Path) -> None:
     where = ("--model", hasty, "--dtype", "float32", "--limit", 1, "--raw", "-n", 8)
     for verb in (("bench", "--methods", "none"), ("certify", "--drafter", "prompt_lookup"), ("tune", "--dry")):

@@ -252,6 +252,7 @@ def test_ctrl_c_while_a_prompt_is_read_leaves_the_message_out(
     assert len(talk.messages) == 2
 
 
+@pytest.mark.thorough
 def test_a_real_terminal(where: list[object], model: Model, tmp_path: Path) -> None:
     question, first = _long_answer(model)
     command = ["chat", *where, "-n", "60", "--drafter", "none"]

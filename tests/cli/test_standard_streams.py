@@ -50,6 +50,7 @@ def test_a_wrong_call_keeps_its_status(streams: str, tmp_path: Path) -> None:
     assert quiet(said)
 
 
+@pytest.mark.thorough
 def test_a_reader_that_has_ended(toys: ToyFolders, tmp_path: Path) -> None:
     code, said = run(f"{CLI} --help | true; exit ${{PIPESTATUS[0]}}", tmp_path)
     assert code == 141
@@ -63,8 +64,8 @@ def test_a_reader_that_has_ended(toys: ToyFolders, tmp_path: Path) -> None:
     ("streams", "status"),
     [
         (">&-", 1),
-        ("2>/dev/full >out", 0),
         # each takes seconds to import PyTorch, and ends as those of the quick verbs do
+        pytest.param("2>/dev/full >out", 0, marks=pytest.mark.thorough),
         pytest.param(">/dev/full", 1, marks=pytest.mark.thorough),
         pytest.param("2>&- >out", 0, marks=pytest.mark.thorough),
         pytest.param("<&- >out", 0, marks=pytest.mark.thorough),

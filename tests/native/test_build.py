@@ -359,6 +359,7 @@ def test_a_library_of_the_wheel_that_cannot_be_used(
 
 
 @needs_kernels
+@pytest.mark.thorough
 def test_processes_that_use_the_wheel_at_once(wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     no_compiler(monkeypatch, tmp_path)
     code = "from pathlib import Path\nfrom anabranch.native import build, library, recipe\n"

@@ -232,6 +232,7 @@ def test_another_machine_has_another_profile(target: Target, monkeypatch: pytest
     assert settle(target).origin != "tuned"
 
 
+@pytest.mark.thorough
 def test_the_command(target: Target, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("anabranch.cli.options.load", lambda *_: Loaded(target, (adapter,)))
     (tmp_path / "p.jsonl").write_text(

@@ -216,7 +216,7 @@ def test_rows_with_and_without_drafts_share_passes() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(StreamSettings(tree="chain"), id="chain"),
+        pytest.param(StreamSettings(tree="chain"), id="chain", marks=pytest.mark.thorough),
         pytest.param(StreamSettings(tree="product", k=2, depth=1), id="product", marks=pytest.mark.thorough),
     ],
 )
