@@ -112,7 +112,8 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figure 14", "pruning, drawn", "reproduced"),
-        "`prune=` ([settings](settings.md#drafters)), by the early-exit layer's scores",
+        "by the early-exit layer's scores against a threshold (`prune_threshold=`), or by number (`prune=`): "
+        "[settings](settings.md#drafters)",
     ),
     Item(ACL, "figure 15", "the mask of a tree, drawn", "reproduced", "`anabranch.tree.mask_of`; tested node by node"),
     Item(
