@@ -86,9 +86,9 @@ std::vector<float> results(int kind, void* runner, int quantized_cache) {
   const int64_t cached = quantized_cache ? E + E / 8 : E;
   shape.quantized_cache = quantized_cache, shape.row_stride = KV * CAPACITY * cached, shape.head_stride = CAPACITY * cached;
   const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
-  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, 0, x.data(), angles.data(), angles.data(), starts, lengths, parents,
+  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, x.data(), angles.data(), angles.data(), starts, lengths, parents,
                           nullptr};
-  expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &batch, nullptr, nullptr, 0) == DONE, "layers");
+  expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &batch, nullptr, nullptr, nullptr) == DONE, "layers");
   found = x;
 
   Weight head(kind, WORDS, D);
