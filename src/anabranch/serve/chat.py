@@ -10,7 +10,6 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 from sse_starlette.event import ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from anabranch.declared import Keywords
@@ -22,7 +21,7 @@ from anabranch.serve.service import Call, Service
 from anabranch.serve.toolcalls import Piece
 from anabranch.serve.turns import Turn, prepared, style
 from anabranch.serve.usage import chat_log_probs, speculation, usage
-from anabranch.serve.wire import Json, encoded, event_stream, whole
+from anabranch.serve.wire import answered, encoded
 from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
@@ -74,16 +73,7 @@ def _choice_of(given: str | dict[str, Any] | None) -> str:
 @router.post(PATH)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    service: Service = request.app.state.service
-    turn = body.turn()
-    call = await run_in_threadpool(_call, service, body, turn)
-    request.state.call = call
-    answer = service.begin(call, request.state.key)
-    written = _Written(service, body, turn, call)
-    if body.stream:
-        return event_stream(written.stream(answer), service, call.headers)
-    results, _ = await whole(request, answer)
-    return Json(written.completion(results), headers=call.headers)
+    return await answered(request, body, _call, _Written)
 
 
 def _call(service: Service, body: ChatBody, turn: Turn) -> Call:
@@ -117,7 +107,7 @@ class _Written:
         return chat_log_probs(tokenizer, part.token_ids, part.log_probs, part.top_log_probs, shown)
 
     # -- whole ---------------------------------------------------------------------------------------------
-    def completion(self, results: list[Generation]) -> dict[str, Any]:
+    def whole(self, results: list[Generation]) -> dict[str, Any]:
         """The response that is not streamed."""
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         return {

@@ -23,7 +23,7 @@ from anabranch.serve.service import Call, Service
 from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, prompt_of, style
 from anabranch.serve.usage import usage
-from anabranch.serve.wire import Json, encoded, event_stream, whole
+from anabranch.serve.wire import Json, answered, encoded
 from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
@@ -127,16 +127,7 @@ async def count_tokens(body: CountBody, request: Request) -> Response:
 @router.post(PATH)
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
-    service: Service = request.app.state.service
-    turn = body.turn()
-    call = await run_in_threadpool(_call, service, body, turn)
-    request.state.call = call
-    answer = service.begin(call, request.state.key)
-    written = _Written(service, body, turn, call)
-    if body.stream:
-        return event_stream(written.stream(answer), service, call.headers)
-    results, _ = await whole(request, answer)
-    return Json(written.message(results[0]), headers=call.headers)
+    return await answered(request, body, _call, _Written)
 
 
 def _call(service: Service, body: MessagesBody, turn: Turn) -> Call:
@@ -181,8 +172,9 @@ class _Written:
             reason = "tool_use" if self.reader.calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def message(self, result: Generation) -> dict[str, Any]:
+    def whole(self, results: list[Generation]) -> dict[str, Any]:
         """The response that is not streamed."""
+        (result,) = results
         pieces = [*self.reader.feed(result.text), *self.reader.finish()]
         list(self.blocks.feed(pieces))
         content = [_content(block, block.text, block.arguments) for block in self.blocks.all]

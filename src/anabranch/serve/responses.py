@@ -10,7 +10,6 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 from sse_starlette.event import ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from anabranch.declared import Keywords
@@ -23,7 +22,7 @@ from anabranch.serve.service import Call, Service
 from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, style
 from anabranch.serve.usage import speculation, usage
-from anabranch.serve.wire import Json, encoded, event_stream, whole
+from anabranch.serve.wire import answered, encoded
 from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
@@ -102,16 +101,7 @@ def _messages(spoken: Sequence[dict[str, Any]], items: Sequence[Mapping[str, Any
 @router.post(PATH)
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation."""
-    service: Service = request.app.state.service
-    turn = body.turn()
-    call = await run_in_threadpool(_call, service, body, turn)
-    request.state.call = call
-    answer = service.begin(call, request.state.key)
-    written = _Written(service, body, turn, call)
-    if body.stream:
-        return event_stream(written.stream(answer), service, call.headers)
-    results, _ = await whole(request, answer)
-    return Json(written.response(results[0]), headers=call.headers)
+    return await answered(request, body, _call, _Written)
 
 
 def _call(service: Service, body: ResponsesBody, turn: Turn) -> Call:
@@ -190,8 +180,9 @@ class _Written:
         content = [_part(block.text)] if done else []
         return {"id": f"msg_{key}", "type": "message", "status": status, "role": "assistant", "content": content}
 
-    def response(self, result: Generation) -> dict[str, Any]:
+    def whole(self, results: list[Generation]) -> dict[str, Any]:
         """The response that is not streamed."""
+        (result,) = results
         list(self.blocks.feed([*self.reader.feed(result.text), *self.reader.finish()]))
         return self._ended(result)
 

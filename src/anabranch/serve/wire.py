@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
 
 from fastapi import Request
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from anabranch.decoding.generation import Generation
 from anabranch.decoding.scoring import Score
 from anabranch.serve.failures import RequestError
-from anabranch.serve.service import Service
+from anabranch.serve.service import Call, Service
+from anabranch.serve.turns import Turn
 from anabranch.serve.worker import Answer
 
-__all__ = ["Json", "encoded", "event_stream", "whole"]
+__all__ = ["Json", "Written", "answered", "encoded", "event_stream", "whole"]
 
 # uvicorn waits for streams that run, up to its time limit; sse-starlette would cut them at once
 AppStatus.enable_automatic_graceful_drain = False
@@ -38,6 +40,35 @@ class Json(Response):
     def render(self, content: Any) -> bytes:
         """The body."""
         return encoded(content).encode()
+
+
+class Written(Protocol):
+    """The response to one request of a conversation, in the form of an interface."""
+
+    def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
+        """The events of the response that is streamed."""
+
+    def whole(self, results: list[Generation]) -> dict[str, Any]:
+        """The response that is not streamed."""
+
+
+async def answered(
+    request: Request,
+    body: Any,
+    prepare: Callable[[Service, Any, Turn], Call],
+    write: Callable[[Service, Any, Turn, Call], Written],
+) -> Response:
+    """Answer the conversation of a request's body. Raises what ``prepare`` and decoding raise."""
+    service: Service = request.app.state.service
+    turn = body.turn()
+    call = await run_in_threadpool(prepare, service, body, turn)
+    request.state.call = call
+    answer = service.begin(call, request.state.key)
+    written = write(service, body, turn, call)
+    if body.stream:
+        return event_stream(written.stream(answer), service, call.headers)
+    results, _ = await whole(request, answer)
+    return Json(written.whole(results), headers=call.headers)
 
 
 def event_stream(
