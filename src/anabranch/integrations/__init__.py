@@ -1,1 +1,1 @@
-"""Use anabranch from other libraries: transformers and vLLM. Each module imports its library only when it is used."""
+"""Use anabranch from other libraries, each of which is imported only by its own module."""
