@@ -114,8 +114,8 @@ def test_settings_reach_the_drafter(model: Model) -> None:
     assert (best.prune, best.max_nodes) == (8, 20)
     assert build("streams:tree=chain").max_nodes == 4
     assert build("prompt_lookup:tokens=4,ngram=2").max_nodes == 5
-    assert build("streams:placement=ride").rider is not None
-    assert build("streams:placement=trail").rider is None
+    assert build("streams:placement=ride").needs.rider is not None
+    assert build("streams:placement=trail").needs.rider is None
     both = build("streams:nodes=12 + prompt_lookup:tokens=4")
     assert (both.name, both.max_nodes) == ("streams+prompt_lookup", 12)
     assert build("none").max_nodes == 1

@@ -210,7 +210,7 @@ def test_rows_that_ride_are_those_of_one_arm() -> None:
     plain = scheduler.submit(request(4, 20, 8), NoDrafter())  # a row of another drafter
     while scheduler.busy:
         stepped = [ticket for ticket, _ in scheduler.tick()]
-        assert len({None if ticket.used is None else ticket.used.rider for ticket in stepped}) <= 1
+        assert len({None if ticket.used is None else ticket.used.needs.rider for ticket in stepped}) <= 1
     assert [ticket.emitted for ticket in (*tickets, plain)] == decode(target, [t.request for t in (*tickets, plain)])[0]
 
 

@@ -23,7 +23,7 @@ from anabranch.decoding.generation import Chunk
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.drafting.drafter import Row
 from anabranch.errors import CapabilityError, InputError, NumericsError
-from anabranch.methods import Drafter, Taps, make_drafter
+from anabranch.methods import Drafter, Needs, make_drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model import cache as caches
 from anabranch.model.backends import GraphBackend
@@ -216,7 +216,7 @@ def test_rows_of_different_riders_wait_for_each_other() -> None:
     scheduler = Scheduler(target)
     tickets = [scheduler.submit(request(5, n, 10), drafter) for n, drafter in enumerate((riding, other, riding, PLAIN))]
     while scheduler.busy:
-        assert len({ticket.drafter.rider for ticket, _ in scheduler.tick()}) <= 1
+        assert len({ticket.drafter.needs.rider for ticket, _ in scheduler.tick()}) <= 1
     assert [ticket.emitted for ticket in tickets] == [alone(target, ticket.request) for ticket in tickets]
 
 
@@ -458,7 +458,7 @@ def test_a_row_in_use_is_copied() -> None:
 class Reader(NoDrafter):
     """Wants to see every prompt token."""
 
-    needs = Taps(prompt=True)
+    needs = Needs(prompt=True)
 
     def __init__(self) -> None:
         self.seen = 0

@@ -14,7 +14,7 @@ from anabranch.decoding.engine import Engine
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.acceptance import joint_log_probs
 from anabranch.drafting.combined import CombinedDrafter
-from anabranch.drafting.drafter import Drafter, Observation, altered
+from anabranch.drafting.drafter import Drafter, Needs, Observation, altered
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
 from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, Pool, Window
@@ -113,7 +113,7 @@ def test_every_ngram_is_what_the_target_says_after_its_first_token() -> None:
         _, probe = stepped(drafter, row)
         sizes.append(probe.size - 1)
     assert sizes[:4] == [5, 9, 11, 11]
-    assert max(sizes) == drafter.probes == 11
+    assert max(sizes) == drafter.needs.probes == 11
     pool = row.state[drafter].pool._by_first
     assert len(pool) > 8
     ngrams = [(first, *rest) for first, rests in pool.items() for rest in rests]
@@ -126,8 +126,8 @@ def test_a_window_is_never_larger_than_it_says(window: int, ngram: int) -> None:
     drafter = LookaheadDrafter(window=window, ngram=ngram)
     row = Row([3, 8, 2], 3, SamplingParams(), max_depth=99)
     sizes = [stepped(drafter, row)[1].size - 1 for _ in range(12)]
-    assert max(sizes) == drafter.probes
-    assert drafter.margin == drafter.probes + drafter.max_nodes
+    assert max(sizes) == drafter.needs.probes
+    assert drafter.margin == drafter.needs.probes + drafter.max_nodes
 
 
 def test_guesses_are_drafted_and_what_came_of_them_is_counted() -> None:
@@ -167,7 +167,7 @@ def test_continuations_that_leave_an_earlier_one_take_what_it_leaves() -> None:
 class Told(Drafter):
     """Probes with the text to come, and drafts nothing; remembers what the target said."""
 
-    name, max_nodes, probes = "told", 2, 4
+    name, max_nodes, needs = "told", 2, Needs(probes=4)
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts, self.said = texts, 0
@@ -233,7 +233,7 @@ def test_windows_join_other_drafts_under_one_budget() -> None:
     wanted, _ = decode(target, asked)
     trailing = StreamDrafter(target, small_adapter(target), StreamSettings(placement="trail"))
     merged = CombinedDrafter([trailing, LookaheadDrafter(window=3, ngram=3), PromptLookupDrafter()], nodes=6)
-    assert merged.probes == 5
+    assert merged.needs.probes == 5
     assert merged.margin >= 11
     found, steps = decode(target, asked, altered(merged), rows=2)
     assert found == wanted
@@ -252,7 +252,7 @@ def test_a_window_that_does_not_pay_is_left_out_and_its_nodes_are_part_of_the_co
     tree = DraftTree.chain(3, [4, 5], log_probs=np.log([0.6, 0.025]))
     for probes, budget, kept in ((0, 10, 2), (40, 10, 3), (400, 1, 1)):
         drafter = LookaheadDrafter(window=3, ngram=4)
-        drafter.name, drafter.adaptive, drafter.max_nodes, drafter.probes = str(probes), True, 10, probes
+        drafter.name, drafter.adaptive, drafter.max_nodes, drafter.needs = str(probes), True, 10, Needs(probes=probes)
         controller = Controller(costs, ragged=ragged)
         planned = controller.plan({drafter: 1}, 10)
         assert (planned[drafter].nodes > 1) == (budget > 1)
@@ -278,7 +278,7 @@ def test_settings_that_cannot_be(text: str, words: str) -> None:
 def test_a_window_larger_than_the_cache_is_refused() -> None:
     with pytest.raises(CapabilityError, match=r"window=40, .* take 200 cache positions a step, but the target has 96"):
         make_drafter("lookahead:window=40", small())
-    assert make_drafter("lookahead:window=8,ngram=4", small()).probes == 23
+    assert make_drafter("lookahead:window=8,ngram=4", small()).needs.probes == 23
 
 
 def test_two_trees_beside_each_other() -> None:

@@ -53,7 +53,7 @@ def states(target: Decoder, module: MaskModule, placement: str) -> list[torch.Te
         cache.commit([range(length)])
     parents = ([-1, 0, 0, 1, 1, 3], [-1], [-1, 0, 0, 2])
     trees = [DraftTree(np.array(prompt(len(p), seed=40), np.int64), np.array(p, np.int64)) for p in parents]
-    output = target(Inputs.of_trees(trees), cache, rider=drafter.rider, taps=drafter.needs.layers)
+    output = target(Inputs.of_trees(trees), cache, rider=drafter.needs.rider, taps=drafter.needs.layers)
     paths = ((0, 1, 3), (0,), (0, 2))
     cache.commit(paths)
     rows = [Row([7], 1, SamplingParams()) for _ in paths]

@@ -27,12 +27,12 @@ from anabranch.analysis.cost import MODELS
 from anabranch.bench.machine import Machine, measure_machine
 from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import CapabilityError, DeviceError, InputError
-from anabranch.methods import Drafter, Observation, Row, Taps, methods
+from anabranch.methods import Drafter, Needs, Observation, Row, methods
 from anabranch.methods.none import NoDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
 from anabranch.model.pack import pack_decoder
-from anabranch.model.passes import PassResult, Rider
+from anabranch.model.passes import PassResult
 from anabranch.model.quantize import ROUNDINGS, quantize_decoder, rounding_of
 from anabranch.model.random_stored import random_stored_decoder
 from anabranch.model.weights import build_decoder, random_decoder
@@ -92,16 +92,8 @@ class _Alternating(Drafter):
         return self.now.max_nodes
 
     @property
-    def needs(self) -> Taps:  # type: ignore[override]
-        return self.now.needs
-
-    @property
-    def margin(self) -> int:
-        return max(drafter.margin for drafter in self.drafters)
-
-    @property
-    def rider(self) -> Rider | None:
-        return self.now.rider
+    def needs(self) -> Needs:  # type: ignore[override]
+        return replace(self.now.needs, probes=0, positions=max(drafter.margin for drafter in self.drafters))
 
     def join(self, row: Row) -> None:
         for drafter in self.drafters:

@@ -228,7 +228,7 @@ class Controller:
         for drafter, count in groups.items():
             if drafter.adaptive:
                 others = sum(
-                    n * (1 if other.adaptive else other.max_nodes + other.probes)
+                    n * (1 if other.adaptive else other.max_nodes + other.needs.probes)
                     for other, n in groups.items()
                     if other is not drafter
                 )
@@ -286,7 +286,7 @@ class Controller:
         free = mode == 1 or (mode == 2 and drafter.traits.free == "all")
         factor, best = stats.tokens / stats.predicted, Plan(sizes[0], lead)
         for nodes in sizes:
-            probes = drafter.probes if nodes > 1 else 0
+            probes = drafter.needs.probes if nodes > 1 else 0
             beside = stats.draft_ms(nodes, rows)
             # free drafts are as large as they can be, and seldom all of it is verified
             for verified in (n for n in (1, *BUDGETS) if n <= len(gains)) if free else (max(1, nodes),):
@@ -341,7 +341,7 @@ class Controller:
             for drafter, plan in plans.items()
             if drafter.adaptive
         )
-        probes = [drafter.probes if plans[drafter].nodes > 1 else 0 for drafter in drafters]
+        probes = [drafter.needs.probes if plans[drafter].nodes > 1 else 0 for drafter in drafters]
         fixed = [1 if b in probs else tree.size for b, tree in enumerate(trees)]
         if self.ragged:
             drafted = ((prob, b) for b, each in probs.items() for prob in each[1:])

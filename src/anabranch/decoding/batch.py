@@ -100,7 +100,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, what: str) -> None:
 
 def takes_loras(drafter: Drafter) -> bool:
     """Return whether rows with a LoRA of their own may use a drafter: one that adds no rows to the target's pass."""
-    return drafter.rider is None or not drafter.rider.rides
+    return drafter.needs.rider is None or not drafter.needs.rider.rides
 
 
 class Batch:
@@ -292,7 +292,7 @@ class Batch:
         longest = target.config.max_positions
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
-        own, rider = target.rider, drafter.rider
+        own, rider = target.rider, drafter.needs.rider
         if own is not None and rider is not None and rider.alters is not own.alters:
             raise CapabilityError(
                 f"the drafter {drafter.name!r} adds rows to the pass, but this target's passes have the streams of its "
@@ -342,7 +342,7 @@ class Batch:
 
     def rider_of(self, drafter: Drafter) -> Rider | None:
         """The rider of a pass over a drafter's rows: its own, which includes the target's, or else the target's."""
-        return self.target.rider if drafter.rider is None else drafter.rider
+        return drafter.needs.rider or self.target.rider
 
     def _room(self, drafter: Drafter, margin: int = 1) -> int:
         """Cache positions that a step needs behind a row's tokens, for at least ``margin`` nodes."""

@@ -299,7 +299,7 @@ class Engine(Batch):
     def _draft_on_device(self, members: Sequence[Member]) -> DeviceTrees | None:
         """The trees of all rows where a GPU grew them, unless the host has to see them before they are verified."""
         drafter = members[0].drafter
-        if not self.target.backend.verifies or drafter.adaptive or drafter.probes or drafter not in self._plans:
+        if not self.target.backend.verifies or drafter.adaptive or drafter.needs.probes or drafter not in self._plans:
             return None
         if any(member.drafter is not drafter or not member.greedy or member.unread for member in members):
             return None
@@ -329,11 +329,11 @@ class Engine(Batch):
 
     def _probes(self, members: Sequence[Member]) -> list[DraftTree]:
         """What travels beside each row's draft; nothing at all where no drafter has probes."""
-        if not any(member.drafter.probes for member in members):
+        if not any(member.drafter.needs.probes for member in members):
             return []
         probes = [DraftTree.root(member.row.root) for member in members]
         for drafter, places in _by_drafter(members).items():
-            if drafter.probes and self._plans[drafter].nodes > 1:
+            if drafter.needs.probes and self._plans[drafter].nodes > 1:
                 for b, probe in zip(places, drafter.probe([members[b].row for b in places]), strict=True):
                     probes[b] = probe
         return probes

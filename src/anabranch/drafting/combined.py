@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from anabranch.drafting.acceptance import best_nodes, merge
-from anabranch.drafting.drafter import Drafter, Observation, Row, Taps, Traits
+from anabranch.drafting.drafter import Drafter, Needs, Observation, Row, Traits
 from anabranch.errors import CapabilityError, InputError
-from anabranch.model.passes import PassResult, Rider
+from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -30,11 +30,11 @@ class CombinedDrafter(Drafter):
     def __init__(self, parts: Sequence[Drafter], *, nodes: int = 32, adaptive: bool = False) -> None:
         if nodes < 2:
             raise InputError(f"nodes must be at least 2 (the root and one draft), got {nodes}")
-        riders = [part for part in parts if part.rider is not None]
+        riders = [part for part in parts if part.needs.rider is not None]
         if len(riders) > 1:
             names = " and ".join(repr(part.name) for part in riders)
             raise CapabilityError(f"{names} both add rows to the target's pass; combine at most one of them")
-        probing = [part for part in parts if part.probes]
+        probing = [part for part in parts if part.needs.probes]
         if len(probing) + len(riders) > 1:
             names = " and ".join(repr(part.name) for part in (*riders, *probing))
             raise CapabilityError(
@@ -42,7 +42,6 @@ class CombinedDrafter(Drafter):
                 "combine one of them, or let streams trail without pruning"
             )
         self._probing = probing[0] if probing else None
-        self.probes = sum(part.probes for part in probing)
         self.parts, self.adaptive = tuple(parts), adaptive
         self._free = tuple(part for part in parts if part.traits.free == "all")
         self.traits = Traits(
@@ -51,19 +50,7 @@ class CombinedDrafter(Drafter):
         )
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
-        self._rider = riders[0].rider if riders else None
-        layers = {layer for part in parts for layer in part.needs.layers}
-        self.needs = Taps(tuple(sorted(layers)), any(part.needs.prompt for part in parts))
-
-    @property
-    def margin(self) -> int:
-        """The largest margin of a part, and at least the merged tree's nodes."""
-        return max(self.max_nodes + self.probes, *(part.margin for part in self.parts))
-
-    @property
-    def rider(self) -> Rider | None:
-        """The rider of the part that has one."""
-        return self._rider
+        self.needs = Needs.of(parts)
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Every part must support *matching*."""

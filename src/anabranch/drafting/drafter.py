@@ -33,22 +33,52 @@ if TYPE_CHECKING:
     from anabranch.drafting.tables import Tables
     from anabranch.drafting.trained import Trained
 
-__all__ = ["Call", "Drafter", "Method", "Observation", "Row", "Taps", "Traits", "altered", "numbered", "sized", "tally"]
+__all__ = [
+    "Call",
+    "Drafter",
+    "Method",
+    "Needs",
+    "Observation",
+    "Row",
+    "Traits",
+    "altered",
+    "numbered",
+    "sized",
+    "tally",
+]
 
 _ids = itertools.count()
 
 
 @dataclass(frozen=True)
-class Taps:
-    """The hidden states of the target that a drafter needs.
+class Needs:
+    """What a drafter needs of the target's passes, and adds to them.
 
-    layers  the main rows' states before these layers, in ``PassResult.taps``
-    prompt  whether those of the whole prompt are needed too, through ``Drafter.read``; that is not called for the
-            beginning of a prompt whose keys and values are known from an earlier text, as far as ``Drafter.recalls``
+    layers     the main rows' states before these layers, in ``PassResult.taps``
+    prompt     whether those of the whole prompt are needed too, through ``Drafter.read``; that is not called for the
+               beginning of a prompt whose keys and values are known from an earlier text, as far as ``Drafter.recalls``
+    rider      adds rows to the passes
+    probes     maximum number of nodes of a row's probe (``Drafter.probe``), not counting the root
+    positions  cache positions beyond a row's committed tokens that a step takes even if tree and probe take fewer
     """
 
     layers: tuple[int, ...] = ()
     prompt: bool = False
+    rider: Rider | None = None
+    probes: int = 0
+    positions: int = 0
+
+    @staticmethod
+    def of(drafters: Sequence[Drafter]) -> Needs:
+        """The needs of drafters that see the same passes; at most one of them has a rider or probes."""
+        each = [drafter.needs for drafter in drafters]
+        return Needs(
+            layers=tuple(sorted({layer for needs in each for layer in needs.layers})),
+            prompt=any(needs.prompt for needs in each),
+            rider=next((needs.rider for needs in each if needs.rider is not None), None),
+            probes=sum(needs.probes for needs in each),
+            positions=max((drafter.margin for drafter in drafters), default=0),
+        )
 
 
 @dataclass(eq=False)
@@ -131,8 +161,7 @@ class Drafter(ABC):
     adaptive   whether the number of drafted and verified nodes follows the load (``control.controller``); its trees
                then have ``log_probs``
     traits     how it drafts, for the controller and for combinations
-    needs      the hidden states that it needs
-    probes     maximum number of nodes of a row's probe, not counting the root
+    needs      what it needs of the target's passes, and adds to them
     spec       the specification that it was built from; empty if it was not
     """
 
@@ -141,19 +170,13 @@ class Drafter(ABC):
     max_nodes: int = 1
     adaptive: bool = False
     traits: Traits = Traits()
-    needs: Taps = Taps()
-    probes: int = 0
+    needs: Needs = Needs()
     spec: str = ""
 
     @property
     def margin(self) -> int:
         """Cache positions that a step needs beyond a row's committed tokens."""
-        return self.max_nodes + self.probes
-
-    @property
-    def rider(self) -> Rider | None:
-        """The rider that adds rows to the target's pass, or None."""
-        return None
+        return max(self.max_nodes + self.needs.probes, self.needs.positions)
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Raise CapabilityError if this drafter cannot serve such a request."""
@@ -185,7 +208,7 @@ class Drafter(ABC):
         return None
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """Extra nodes for the pass, whose tokens are observed but never emitted; called if ``probes``.
+        """Extra nodes for the pass, whose tokens are observed but never emitted; called if ``needs.probes``.
 
         A tree below the row's root, no deeper than ``row.max_depth``. Asked for after ``draft``, unless nothing was to
         be drafted; ``observe`` gets the target's own token after each of its nodes (``Observation.probed``).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.drafter import Drafter, Needs, Row
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -24,11 +24,7 @@ class ChoiceDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self.drafters = tuple(drafters)
         self.adaptive = any(drafter.adaptive for drafter in drafters)
-
-    @property
-    def margin(self) -> int:
-        """The largest margin of a drafter."""
-        return max(drafter.margin for drafter in self.drafters)
+        self.needs = Needs(positions=max(drafter.margin for drafter in drafters))
 
     def check(self, sampling: SamplingParams, rule: Rule) -> None:
         """Every drafter must support the request, since any may be chosen."""

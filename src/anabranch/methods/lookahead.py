@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anabranch.drafting.acceptance import joint_log_probs
-from anabranch.drafting.drafter import Drafter, Method, Observation, Row
+from anabranch.drafting.drafter import Drafter, Method, Needs, Observation, Row
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.decoder import Decoder
@@ -161,7 +161,8 @@ class LookaheadDrafter(Drafter):
         self.window, self.ngram, self.guesses, self.prompt = window, ngram, guesses, prompt
         self.max_nodes = 1 + guesses * (ngram - 1)
         # column 0 of level 0 is the root; while it fills, the window is wider than W
-        self.probes = max((window + ngram - 2 - level) * (level + 1) - 1 for level in range(ngram - 1))
+        probes = max((window + ngram - 2 - level) * (level + 1) - 1 for level in range(ngram - 1))
+        self.needs = Needs(probes=probes)
 
     def join(self, row: Row) -> None:
         """Fill level 0 with tokens of the prompt, the same for the same prompt."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from anabranch.drafting.drafter import Drafter, Method, Observation, Row, Taps
+from anabranch.drafting.drafter import Drafter, Method, Needs, Observation, Row
 from anabranch.errors import FileError, InputError
 from anabranch.methods import lookahead, none, plugins, prompt_lookup, spec, staged, suffix
 from anabranch.methods.draft_model import entry as draft_model
@@ -29,10 +29,10 @@ __all__ = [
     "AUTO",
     "Drafter",
     "Method",
+    "Needs",
     "Observation",
     "Row",
     "Spec",
-    "Taps",
     "load_plugin",
     "make_drafter",
     "methods",

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from anabranch.analysis.simulate import Prediction
 from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
 from anabranch.decoding.engine import Engine
 from anabranch.errors import InputError
-from anabranch.methods import AUTO, Drafter, Observation, Row, Spec, Taps, make_drafter
+from anabranch.methods import AUTO, Drafter, Needs, Observation, Row, Spec, make_drafter
 from anabranch.model.load import Target
-from anabranch.model.passes import PassResult, Rider
+from anabranch.model.passes import PassResult
 from anabranch.options import requests
 from anabranch.tree import DraftTree
 from anabranch.tune.candidates import PLAIN, Candidate, Candidates, find_candidates
@@ -210,16 +210,7 @@ class _Beside(Drafter):
 
     def __init__(self, watched: Sequence[Drafter]) -> None:
         self.watched = watched
-        layers = {layer for drafter in watched for layer in drafter.needs.layers}
-        self.needs = Taps(tuple(sorted(layers)), any(drafter.needs.prompt for drafter in watched))
-
-    @property
-    def margin(self) -> int:
-        return max(drafter.margin for drafter in self.watched)
-
-    @property
-    def rider(self) -> Rider | None:
-        return next((drafter.rider for drafter in self.watched if drafter.rider is not None), None)
+        self.needs = replace(Needs.of(watched), probes=0)
 
     def join(self, row: Row) -> None:
         for drafter in self.watched:
@@ -281,7 +272,7 @@ def _record(
 
 def _together(drafters: Mapping[str, Drafter]) -> list[list[str]]:
     """Groups of methods that can be recorded together: a pass can have only one rider."""
-    riding = [method for method, drafter in drafters.items() if drafter.rider is not None]
+    riding = [method for method, drafter in drafters.items() if drafter.needs.rider is not None]
     rest = [method for method in drafters if method not in riding]
     groups = [[method] for method in riding] or [[]]
     return [[*groups[0], *rest], *groups[1:]]

@@ -148,7 +148,7 @@ def measure_times(
     def timed(drafter: Drafter, nodes: int | None) -> _Timed:
         return _Timed(Engine(target, drafter, capacity=capacity), nodes)
 
-    kind = {group: (drafter.needs.layers, drafter.rider is not None) for group, drafter in drafters.items()}
+    kind = {group: (drafter.needs.layers, drafter.needs.rider is not None) for group, drafter in drafters.items()}
     first = {kind[group]: drafter for group, drafter in reversed(list(drafters.items()))}
     passes = {(k, n): timed(_chains(drafter, n), n) for k, drafter in first.items() for n in WIDTHS}
     sizes = {group: _sizes(drafter) for group, drafter in drafters.items() if drafter.max_nodes > 1}

@@ -76,7 +76,7 @@ def test_main_rows_do_not_notice(case: str, name: str) -> None:
 def states(target: Decoder, adapter: StreamAdapter, placement: str) -> list[torch.Tensor]:
     """The streams [S, D] that a drafter keeps of each row's accepted node."""
     drafter = StreamDrafter(target, adapter, StreamSettings(placement=placement))  # type: ignore[arg-type]
-    output, cache = run(target, drafter.rider, drafter.needs.layers)
+    output, cache = run(target, drafter.needs.rider, drafter.needs.layers)
     cache.commit(PATHS)
     rows = [Row([EMITTED], 1, SamplingParams()) for _ in PATHS]
     for row in rows:

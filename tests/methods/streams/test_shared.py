@@ -157,7 +157,7 @@ def test_a_nodes_row_is_that_of_its_path_alone(case: str) -> None:
     end = 9 + len(path)
     for stored in (in_tree.keys, in_tree.values):
         assert torch.allclose(stored[:, 0, :, :end], stored[:, 1, :, :end], atol=1e-4)
-    pruned, _, result = passed(target, [whole], StreamDrafter(target, adapter, replace(BEST, prune=3)).rider)
+    pruned, _, result = passed(target, [whole], StreamDrafter(target, adapter, replace(BEST, prune=3)).needs.rider)
     assert len(result.kept[0]) == 3
     for place, node in enumerate(result.kept[0].tolist()):
         assert torch.allclose(pruned[0][place], alone[node][-1], atol=1e-4)
@@ -171,7 +171,7 @@ def test_a_main_row_notices_its_own_streams_only() -> None:
     assert not torch.allclose(with_streams, without, atol=1e-2)
     v1 = StreamAdapter(target.config, replace(BEST_FORM, main_attends="none"), None)
     v1.load_state_dict(adapter.state_dict())
-    ridden, *_ = passed(target, [tree()], StreamDrafter(target, v1, StreamSettings(placement="ride")).rider)
+    ridden, *_ = passed(target, [tree()], StreamDrafter(target, v1, StreamSettings(placement="ride")).needs.rider)
     assert torch.allclose(ridden[0], without, atol=1e-5)
     assert own_rider(target, v1) is None
 

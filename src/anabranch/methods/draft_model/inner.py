@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anabranch.drafting.autoregressive import AutoregressiveDrafter
-from anabranch.drafting.drafter import Call, Drafter, Row, Taps, tally
+from anabranch.drafting.drafter import Call, Drafter, Row, tally
 from anabranch.drafting.reader import Continuations
 from anabranch.errors import CapabilityError
 
@@ -34,7 +34,7 @@ class Guesser:
     """
 
     def __init__(self, drafter: Drafter, most: int) -> None:
-        if drafter.rider is not None or drafter.needs != Taps():
+        if drafter.needs.rider is not None or drafter.needs.layers or drafter.needs.prompt:
             raise CapabilityError(
                 f"the inner drafter {drafter.name!r} needs hidden states of its target; use a model-free one, such as "
                 "inner=prompt_lookup"

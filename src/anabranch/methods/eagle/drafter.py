@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.drafting.autoregressive import AutoregressiveDrafter
-from anabranch.drafting.drafter import Observation, Row, Taps
+from anabranch.drafting.drafter import Needs, Observation, Row
 from anabranch.drafting.draws import drawn
 from anabranch.drafting.grow import Form
 from anabranch.drafting.head import RowVocabulary
@@ -103,7 +103,7 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         settings = settings or EagleSettings()
         super().__init__(target, FeatureReader(self.layer), settings, settings.depth)
         self.module, self.static = module, settings.tree == "static"
-        self.needs = Taps(module.config.layers, prompt=True)
+        self.needs = Needs(module.config.layers, prompt=True)
 
     def depth_of(self, budget: int) -> int:
         """At most ``tokens``, and less in small trees: a level takes a pass of the head."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anabranch.drafting.drafter import Call, Observation, Row, Taps, tally
+from anabranch.drafting.drafter import Call, Needs, Observation, Row, tally
 from anabranch.methods.heads.drafter import HeadDrafter, HeadState
 from anabranch.methods.hydra.draft import HydraDraft
 from anabranch.methods.hydra.module import Memory, PrefixLayer
@@ -32,7 +32,7 @@ class PrefixDrafter(HeadDrafter):
     no time for drafts, they wait.
     """
 
-    needs = Taps(prompt=True)
+    needs = Needs(prompt=True)
 
     def __init__(self, name: str, tree: HydraDraft) -> None:
         super().__init__(name, tree)

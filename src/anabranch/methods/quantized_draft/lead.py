@@ -101,13 +101,9 @@ class LedStreamDrafter(StreamDrafter):
         self.traits = replace(self.traits, lead_rows=LEAD_ROWS if tokens is None else sys.maxsize)
         self.tokens = AUTO_LEAD if tokens is None else tokens
         self._longest = self.tokens + self.copy.beyond
+        self.needs = replace(self.needs, positions=adapter.shape.num_streams + self._longest)
         if self.tree.settings.kind != "best":
             self.max_nodes += self._longest
-
-    @property
-    def margin(self) -> int:
-        """The tree's nodes, and at least the positions of streams after what the copy drafts."""
-        return max(super().margin, self.adapter.shape.num_streams + self._longest)
 
     def depth_of(self, budget: int) -> int:
         """The maximum depth of a tree of ``budget`` nodes: what the copy drafts, and the streams of the rest."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anabranch.drafting.drafter import Call, Drafter, Observation, Row, Taps, Traits, tally
+from anabranch.drafting.drafter import Call, Drafter, Needs, Observation, Row, Traits, tally
 from anabranch.drafting.grow import product_size
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.errors import CapabilityError, InputError
@@ -99,18 +99,22 @@ class StreamDrafter(Drafter):
             self.traits = Traits(repeats="greedy")
         better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
-        self._rider: Rider | None = None
+        rider: Rider | None = None
         pruned = prune > 0 or threshold > 0
         if placement == "ride" and not pruned and riding is not None and riding.alters is adapter:
-            self._rider = riding  # one object, so that rows with and without drafts share passes
+            rider = riding  # one object, so that rows with and without drafts share passes
         elif ride or pruned:
-            self._rider = StreamRider(target, adapter, ride=ride, prune=prune, threshold=threshold)
+            rider = StreamRider(target, adapter, ride=ride, prune=prune, threshold=threshold)
         self.native = (
             NativeTrail(target, adapter, adapter.shape.num_streams)
             if not ride and NativeTrail.fits(target, adapter)
             else None
         )
-        self.needs = Taps((adapter.start,) if not ride and adapter.reads_main else ())
+        self.needs = Needs(
+            layers=(adapter.start,) if not ride and adapter.reads_main else (),
+            rider=rider,
+            positions=0 if self.native is None else adapter.shape.num_streams,
+        )
         self._fused: FusedTrail | None = None
         if not ride and self.native is None and FusedTrail.fits(target, adapter):
             self._fused = adapter.shared(target, FusedTrail, lambda: FusedTrail(target, adapter))
@@ -124,16 +128,6 @@ class StreamDrafter(Drafter):
         self._call = Call("partial", len(adapter.layers), len(target.blocks), read)
         best = settings.kind == "best"
         self.max_nodes = settings.size if best else product_size(settings.widths, self.tree.depth)
-
-    @property
-    def margin(self) -> int:
-        """The tree's nodes; if streams trail on the native kernels, at least their positions."""
-        return max(self.max_nodes, 0 if self.native is None else self.adapter.shape.num_streams)
-
-    @property
-    def rider(self) -> Rider | None:
-        """The rider, if streams ride in the pass or prune it."""
-        return self._rider
 
     def depth_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
@@ -253,7 +247,7 @@ class StreamDrafter(Drafter):
             self._forget(row)
         if seen.budget < 2 or not any(seen.live):
             return
-        if self._rider is not None and self._rider.rides:
+        if self.needs.rider is not None and self.needs.rider.rides:
             assert result.riding_MSD is not None
             served = [row for row, live in zip(rows, seen.live, strict=True) if live]
             tally(Call("heads", read=self.tree.head.read), served)
