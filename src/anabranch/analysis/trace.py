@@ -41,7 +41,17 @@ from anabranch.support.jsonfiles import is_number, is_whole, parse_json, parse_o
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule, Verdict
 
-__all__ = ["Judged", "Trace", "TraceRecord", "TraceRow", "TraceWriter", "Watched", "child_ranks", "read_trace"]
+__all__ = [
+    "Judged",
+    "Trace",
+    "TraceRecord",
+    "TraceRow",
+    "TraceWriter",
+    "Watched",
+    "child_ranks",
+    "read_trace",
+    "step_fields",
+]
 
 VERSION = 2
 UNLIMITED = 1 << 20  # deeper than any draft
@@ -178,6 +188,29 @@ def read_trace(path: Path) -> Trace:
     return Trace(path, settings, header["rule"], every_position)
 
 
+def step_fields(step: Step, tree: DraftTree, *, at: int, kept: int) -> dict[str, Any]:
+    """A step as a trace has it, as JSON values, but with the names of sources.
+
+    tree  the draft, as in ``TraceRecord``
+    """
+    fields: dict[str, Any] = {
+        "at": at,
+        "tokens": tree.tokens.tolist(),
+        "parents": tree.parents.tolist(),
+        "sources": list(tree.sources),
+        "path": list(step.verdict.path),
+        "next": step.verdict.next_token,
+        "kept": kept,
+        "drafted": step.drafted,
+        "ms": [round(1e3 * s, 4) for s in step.timings],
+    }
+    if tree.log_probs is not None:
+        fields["log_probs"] = [_number(value) for value in tree.log_probs]
+    if step.finish is not None:
+        fields["finish"] = step.finish
+    return fields
+
+
 class TraceWriter:
     """Writes a trace, flushed after every step; also a context manager.
 
@@ -225,22 +258,10 @@ class TraceWriter:
                 self._write({"source": source})
         at = self._emitted.get(step.row, 0)
         kept = len(step.tokens) if kept is None else kept
-        fields: dict[str, Any] = {
-            "row": step.row,
-            "at": at,
-            "tokens": tree.tokens.tolist(),
-            "parents": tree.parents.tolist(),
-            "sources": [self._sources[source] for source in tree.sources],
-            "path": list(step.verdict.path),
-            "next": step.verdict.next_token,
-            "kept": kept,
-            "drafted": tree.size - 1 if self.every_position else step.drafted,
-            "ms": [round(1e3 * s, 4) for s in step.timings],
-        }
-        if tree.log_probs is not None:
-            fields["log_probs"] = [_number(value) for value in tree.log_probs]
-        if step.finish is not None:
-            fields["finish"] = step.finish
+        fields = {"row": step.row, **step_fields(step, tree, at=at, kept=kept)}
+        fields["sources"] = [self._sources[source] for source in tree.sources]
+        if self.every_position:
+            fields["drafted"] = tree.size - 1
         if max_depth is not None:
             fields["max_depth"] = max_depth
         if judged is not None:

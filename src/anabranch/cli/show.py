@@ -369,13 +369,8 @@ class Marker:
         end   the index of an end token, which has no text
         last  whether no tokens follow
         """
-        text = ""
-        for i, (token, source) in enumerate(zip(token_ids, sources, strict=True)):
-            piece = "" if i == end else self._detokenizer.add([token])
-            if last and i == len(token_ids) - 1:
-                piece += self._detokenizer.finish()
-            text += self._style(for_stdout(piece), source)
-        return text
+        pieces = self._detokenizer.pieces(token_ids, end=end, last=last)
+        return "".join(self._style(for_stdout(piece), each) for piece, each in zip(pieces, sources, strict=True))
 
     def legend(self, stats: Stats) -> str:
         """The number of tokens by what proposed them: the target, numbered sources, then the others.

@@ -83,6 +83,17 @@ class Detokenizer:
             self._raw, self._ended = self._decode(self._shown), True
         return self._emit(len(self._raw))
 
+    def pieces(self, tokens: Sequence[int], *, end: int | None = None, last: bool = False) -> list[str]:
+        """Append tokens one by one; returns the text that each makes safe to show.
+
+        end   the index of an end token, which has no text
+        last  whether no tokens follow
+        """
+        pieces = ["" if i == end else self.add([token]) for i, token in enumerate(tokens)]
+        if last and pieces:
+            pieces[-1] += self.finish()
+        return pieces
+
     def _has_text(self, token: int) -> bool:
         return token not in self._hidden and self._tokenizer.convert_ids_to_tokens(token) is not None
 

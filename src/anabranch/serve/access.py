@@ -27,6 +27,7 @@ __all__ = ["LOG", "Access", "Body", "Log", "LogLines"]
 LOG = logging.getLogger("anabranch.serve")
 FIELDS = "anabranch_fields"  # attribute of records
 OPEN = frozenset(("/", "/health", "/v1/models", "/metrics", "/openapi.json"))
+PAGE = "/page/"  # the files of the page, which asks for the key itself
 ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -122,7 +123,8 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        open_to_all = not self.keys or scope["path"] in OPEN or scope["method"] == "OPTIONS"
+        path = scope["path"]
+        open_to_all = not self.keys or path in OPEN or path.startswith(PAGE) or scope["method"] == "OPTIONS"
         number = self._number(Headers(scope=scope))
         client = scope.get("client")
         scope["state"]["key"] = (client[0] if client else "") if number is None else f"key {number}"

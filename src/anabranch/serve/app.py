@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from anabranch.api import Model
 from anabranch.errors import AnabranchError
-from anabranch.serve import chat, completions, info, messages, responses
+from anabranch.serve import chat, completions, info, messages, page, responses
 from anabranch.serve.access import Access, Body, Log
 from anabranch.serve.failures import RequestError, failure_of, in_form
 from anabranch.serve.service import Service
@@ -49,7 +49,7 @@ def create_app(model: Model, settings: Settings | None = None) -> FastAPI:
     # documentation pages would load scripts from elsewhere
     app = FastAPI(title="anabranch", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
-    for part in (chat, completions, messages, responses, info):
+    for part in (chat, completions, messages, responses, info, page):
         app.include_router(part.router)
     app.add_exception_handler(AnabranchError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)

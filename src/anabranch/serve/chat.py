@@ -18,6 +18,7 @@ from anabranch.serve.conversation import template_messages, tools_of
 from anabranch.serve.failures import RequestError, failure_of, in_form
 from anabranch.serve.fields import Sampling
 from anabranch.serve.service import Call, Service
+from anabranch.serve.steps import Extension, StepWriter
 from anabranch.serve.toolcalls import Piece
 from anabranch.serve.turns import Turn, prepared, style
 from anabranch.serve.usage import chat_log_probs, speculation, usage
@@ -44,6 +45,12 @@ class ChatBody(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    anabranch: Extension | None = Field(None, description="options that only this server has")
+
+    @property
+    def with_steps(self) -> bool:
+        """Whether chunks have the steps of decoding."""
+        return self.anabranch is not None and bool(self.anabranch.steps)
 
     def turn(self) -> Turn:
         """The conversation. Raises RequestError."""
@@ -82,6 +89,8 @@ def _call(service: Service, body: ChatBody, turn: Turn) -> Call:
         extra = {"log_probs": True, "top_log_probs": body.top_logprobs or 0}
     elif body.top_logprobs:
         raise RequestError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+    if body.with_steps and not body.stream:
+        raise RequestError(400, "anabranch.steps needs stream=true", param="anabranch")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return prepared(service, turn, body, most=most, extra=extra)
 
@@ -143,6 +152,8 @@ class _Written:
     async def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
         """The events of the response that is streamed; an error is the last but one."""
         readers = [self.turn.reader(self.style) for _ in self.call.jobs]
+        tokenizer, steps = self.service.model.tokenizer, self.body.with_steps
+        writers = [StepWriter(tokenizer, job.stop) for job in self.call.jobs] if steps else None
         begun: set[int] = set()
         try:
             with answer:
@@ -151,16 +162,19 @@ class _Written:
                     assert chunk is not None
                     self.sent += len(chunk.token_ids)
                     pieces = readers[part].feed(chunk.text) + ([] if chunk.result is None else readers[part].finish())
-                    deltas = [_delta(piece) for piece in pieces] or ([{"content": ""}] if self.body.logprobs else [])
-                    logged = self._log_probs(chunk)
-                    for delta in deltas:
+                    more: dict[str, Any] = {}  # of the first event
+                    if self.body.logprobs:
+                        more["logprobs"] = self._log_probs(chunk)
+                    if writers is not None:
+                        more["anabranch"] = {"step": writers[part].add(chunk)}
+                    for delta in [_delta(piece) for piece in pieces] or ([{"content": ""}] if more else []):
                         first = {} if part in begun else {"role": "assistant"}
                         begun.add(part)
-                        yield self._chunk(part, {**first, **delta}, logged)
-                        logged = None
+                        yield self._chunk(part, {**first, **delta}, more)
+                        more = {}
                     if chunk.result is not None:
                         first = {} if part in begun else {"role": "assistant", "content": ""}
-                        yield self._chunk(part, first, None, chunk.result, readers[part].calls)
+                        yield self._chunk(part, first, self._end(chunk.result, readers[part].calls))
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 head = {**self._head("chat.completion.chunk"), "choices": []}
                 yield _event({**head, "usage": usage(self.call), "metrics": speculation(self.call)})
@@ -168,17 +182,14 @@ class _Written:
             yield _event(in_form(failure_of(error), PATH))
         yield ServerSentEvent("[DONE]", sep="\n")
 
-    def _chunk(
-        self,
-        part: int,
-        delta: dict[str, Any],
-        logged: dict[str, Any] | None,
-        result: Generation | None = None,
-        calls: int = 0,
-    ) -> ServerSentEvent:
-        choice: dict[str, Any] = {"index": part, "delta": delta, "logprobs": logged, "finish_reason": None}
-        if result is not None:
-            choice |= {"finish_reason": _reason(result, calls), "stop_reason": _stop_reason(result)}
+    def _end(self, result: Generation, calls: int) -> dict[str, Any]:
+        ended: dict[str, Any] = {"finish_reason": _reason(result, calls), "stop_reason": _stop_reason(result)}
+        if self.body.with_steps:
+            ended["anabranch"] = {"stats": result.stats.to_dict(), "drafter": result.drafter}
+        return ended
+
+    def _chunk(self, part: int, delta: dict[str, Any], more: dict[str, Any]) -> ServerSentEvent:
+        choice = {"index": part, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
         options = self.body.stream_options
         if options is not None and options.include_usage:

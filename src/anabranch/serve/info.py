@@ -148,6 +148,7 @@ class DetokenizeBody(Body):
     """Token ids to turn into text."""
 
     tokens: list[int]
+    return_token_strs: bool | None = None
 
 
 @router.post("/detokenize")
@@ -158,4 +159,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     if wrong := [token for token in body.tokens if not 0 <= token < vocabulary]:
         raise RequestError(400, f"tokens has {wrong[0]}, but the vocabulary ends at {vocabulary - 1}", param="tokens")
     text = str(await run_in_threadpool(service.model.tokenizer.decode, body.tokens))
-    return Json({"prompt": text, "content": text})
+    said: dict[str, Any] = {"prompt": text, "content": text}
+    if body.return_token_strs:
+        said["token_strs"] = [token_text(service.model.tokenizer, token) for token in body.tokens]
+    return Json(said)
