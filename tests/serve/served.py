@@ -56,10 +56,10 @@ class Server:
 
 
 @contextmanager
-def running(settings: Settings = SETTINGS, **toy: Any) -> Iterator[Server]:
+def running(settings: Settings = SETTINGS, *, traces: Any = None, **toy: Any) -> Iterator[Server]:
     """Serve a toy model while the block runs."""
     with toy_model(**toy) as model, toy_model(**toy) as reference:
-        app = create_app(model, settings)
+        app = create_app(model, settings, traces=traces)
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))

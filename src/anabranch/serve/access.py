@@ -93,10 +93,12 @@ class Log:
 
     def _of_call(self, state: State) -> dict[str, Any]:
         call: Call | None = getattr(state, "call", None)
+        traced = {"trace_id": state.trace} if hasattr(state, "trace") else {}
         if call is None:
-            return {}
+            return traced
         outputs = [job.output for job in call.jobs if job.output is not None]
         fields: dict[str, Any] = {
+            **traced,
             "prompt_tokens": sum(map(len, call.prompts)),
             "completion_tokens": sum(len(output.tokens) for output in outputs),
             "steps": sum(output.stats.steps for output in outputs),

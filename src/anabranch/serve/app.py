@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,13 +23,18 @@ from anabranch.serve.service import Service
 from anabranch.serve.settings import Settings, check, is_loopback
 from anabranch.serve.wire import Json
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
 __all__ = ["create_app"]
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
-def create_app(model: Model, settings: Settings | None = None) -> FastAPI:
+def create_app(model: Model, settings: Settings | None = None, *, traces: TracerProvider | None = None) -> FastAPI:
     """The server of a model as an ASGI application, for ``uvicorn`` or inside another one.
+
+    traces  where OpenTelemetry's spans go, if its package is installed; None: to the process's provider, if any
 
     Its lifespan starts and ends the thread that decodes; the model stays open. Nothing else may decode with the model
     meanwhile. Raises what ``settings.check`` and ``settings.keys_of`` raise.
@@ -64,6 +70,10 @@ def create_app(model: Model, settings: Settings | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
+    if find_spec("opentelemetry") is not None:
+        from anabranch.serve.traces import Traces
+
+        app.add_middleware(Traces, service=service, provider=traces, texts=settings.log_prompts)
     app.add_middleware(Log, tokenizer=model.tokenizer if settings.log_prompts else None)
     return app
 

@@ -22,6 +22,7 @@ class Job:
     priority  higher ones come first
     joined   when it was given a row
     first    when its first token came, and ``last`` its last one
+    reason   why it ended: a finish reason, "abort" or "error"; None: it has not
     """
 
     request: Request
@@ -35,6 +36,7 @@ class Job:
     joined: float | None = None
     first: float | None = None
     last: float | None = None
+    reason: str | None = None
 
     @property
     def tokens(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -13,6 +15,9 @@ from anabranch.errors import InputError
 from anabranch.serve.access import LOG, LogLines
 from anabranch.serve.app import create_app
 from anabranch.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 __all__ = ["bound", "serve"]
 
@@ -40,13 +45,14 @@ def serve(model: Model, settings: Settings, listening: socket.socket, ready: Cal
 
     Requests that run then have ``drain_seconds`` to end. Logs are lines of JSON on standard error.
     """
-    app = create_app(model, settings)
     handler = logging.StreamHandler()
     handler.setFormatter(LogLines())
     for logger in (LOG, logging.getLogger("uvicorn.error")):
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    traces = _traces()
+    app = create_app(model, settings, traces=traces)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -61,6 +67,16 @@ def serve(model: Model, settings: Settings, listening: socket.socket, ready: Cal
         server.run(sockets=[listening])
     finally:
         listening.close()
+        if traces is not None:
+            traces.shutdown()  # exports what is left
+
+
+def _traces() -> TracerProvider | None:
+    if find_spec("opentelemetry") is None:
+        return None
+    from anabranch.serve.traces import exporting
+
+    return exporting()
 
 
 class _Server(uvicorn.Server):

@@ -52,7 +52,9 @@ class Settings:
     send_seconds: Annotated[float, Option("end a stream whose client reads nothing for so long")] = 60.0
     keep_alive: Annotated[float, Option("send a comment after so many seconds without an event")] = 10.0
     drain_seconds: Annotated[int, Option("on SIGTERM, let requests go on for so long")] = 30
-    log_prompts: Annotated[bool, Option("log the text of prompts and answers", flags=("--log-prompts",))] = False
+    log_prompts: Annotated[
+        bool, Option("log the text of prompts and answers, in traces too", flags=("--log-prompts",))
+    ] = False
 
 
 POSITIVE = ("rows", "max_tokens", "max_body", "body_seconds", "request_seconds", "send_seconds", "keep_alive")

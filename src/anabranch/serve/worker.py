@@ -234,6 +234,7 @@ class Worker:
         assert job.ticket is not None
         self.model.scheduler.cancel(job.ticket)  # at a stop string the target would continue
         del self._decoding[job]
+        job.reason = reason
         self._metrics.ended(job, reason, None if chunk is None else chunk.result)
 
     def _score(self, answer: Answer, part: int, job: ScoreJob) -> None:
