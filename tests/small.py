@@ -267,6 +267,17 @@ def decode(
     return [[token for step in row for token in step.tokens] for row in steps], steps
 
 
+_PLAIN: dict[tuple[Any, ...], list[list[int]]] = {}
+
+
+def plain(target: Decoder, requests: Sequence[Request], *, capacity: int = 96) -> list[list[int]]:
+    """The tokens of plain decoding, a row at a time; decoded once for equal requests to a target that never changes."""
+    key = (target, capacity, repr(requests))
+    if key not in _PLAIN:
+        _PLAIN[key], _ = decode(target, requests, capacity=capacity)
+    return _PLAIN[key]
+
+
 def request(length: int, seed: int, new: int = 20, **options: Any) -> Request:
     """A request with a random prompt, plain greedy if nothing else is said."""
     sampling = options.pop("sampling", SamplingParams())

@@ -37,6 +37,7 @@ from small import (
     Oracle,
     decode,
     new_cache,
+    plain,
     prompt,
     randomise,
     request,
@@ -88,7 +89,7 @@ DECODED = [
 @pytest.mark.parametrize(("case", "name"), DECODED)
 def test_greedy_output_equals_plain_decoding(case: str, name: str) -> None:
     target = small(case)
-    wanted, _ = decode(target, RAGGED)
+    wanted = plain(target, RAGGED)
     alone, _ = decode(target, RAGGED[:2], DRAFTERS[name](target))
     assert alone == wanted[:2]
     together, steps = decode(target, RAGGED, DRAFTERS[name](target), rows=4)
@@ -105,12 +106,12 @@ def test_matching_with_a_seed_equals_plain_sampling(name: str) -> None:
     target = small()
     sampling = SamplingParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.01)
     requests = [replace(r, sampling=replace(sampling, seed=i)) for i, r in enumerate(RAGGED)]
-    wanted, _ = decode(target, requests)
+    wanted = plain(target, requests)
     assert decode(target, requests, DRAFTERS[name](target), rows=3)[0] == wanted
-    assert wanted != decode(target, RAGGED)[0]
+    assert wanted != plain(target, RAGGED)
     # greedy and sampled rows share a batch
     mixed = [r if i % 2 else RAGGED[i] for i, r in enumerate(requests)]
-    assert decode(target, mixed, DRAFTERS[name](target), rows=4)[0] == decode(target, mixed)[0]
+    assert decode(target, mixed, DRAFTERS[name](target), rows=4)[0] == plain(target, mixed)
 
 
 def forbid_evens(history: Sequence[int], logits_V: Tensor) -> Tensor:
@@ -126,12 +127,12 @@ def test_penalties_and_processors_look_at_each_nodes_own_history(name: str, temp
     for options in ({"repetition_penalty": 1.7}, {"processors": (forbid_evens,)}):
         sampling = SamplingParams(temperature=temperature, seed=5, **options)
         requests = [replace(r, sampling=sampling) for r in RAGGED[:3]]
-        wanted, _ = decode(target, requests)
+        wanted = plain(target, requests)
         assert decode(target, requests, DRAFTERS[name](target), rows=2)[0] == wanted
-        assert wanted != decode(target, [replace(r, sampling=replace(sampling, **PLAIN)) for r in requests])[0]
+        assert wanted != plain(target, [replace(r, sampling=replace(sampling, **NEUTRAL)) for r in requests])
 
 
-PLAIN = {"repetition_penalty": 1.0, "processors": ()}
+NEUTRAL = {"repetition_penalty": 1.0, "processors": ()}
 
 
 class Noise(Drafter):
@@ -158,17 +159,17 @@ class Noise(Drafter):
 def test_noise_changes_nothing(case: str, temperature: float) -> None:
     target = small(case)
     requests = [replace(r, sampling=SamplingParams(temperature=temperature, seed=7)) for r in RAGGED]
-    assert decode(target, requests, Noise(), rows=4)[0] == decode(target, requests)[0]
+    assert decode(target, requests, Noise(), rows=4)[0] == plain(target, requests)
 
 
 def test_an_oracle_reaches_the_maximum() -> None:
     target, depth, new = small(), 4, 20
     requests = [request(n, n, new) for n in (9, 3, 6)]
-    answers, plain = decode(target, requests)
+    answers, alone = decode(target, requests)
     texts = [[*r.prompt_ids, *a] for r, a in zip(requests, answers, strict=True)]
     found, steps = decode(target, requests, Oracle(texts, depth), rows=3)
     assert found == answers
-    assert [len(row) for row in plain] == [new] * 3
+    assert [len(row) for row in alone] == [new] * 3
     assert [len(row) for row in steps] == [new // (depth + 1)] * 3
     for row in steps:
         assert all(step.sources == ("oracle",) * depth + ("target",) for step in row)
@@ -214,7 +215,7 @@ def test_drafts_keep_to_their_room_up_to_the_models_last_position(name: str, cas
     asked = [request(80, 3, 100), request(85, 4, 3)]
     sizes: list[int] = []
     found, steps = decode(target, asked, watched(DRAFTERS[name](target), sizes), rows=2, capacity=500)
-    assert found == decode(target, asked, capacity=500)[0]
+    assert found == plain(target, asked, capacity=500)
     assert len(found[0]) == 96 - 80
     assert steps[0][-1].finish == "length"
     assert max(sizes) > 1
@@ -243,7 +244,7 @@ def test_a_prompt_of_several_chunks_is_as_one_that_is_read_at_once(name: str) ->
 
 def test_a_cancelled_row_leaves_the_others_alone() -> None:
     target = small()
-    wanted, _ = decode(target, RAGGED[:4])
+    wanted = plain(target, RAGGED[:4])
     for victim in range(4):
         engine = Engine(target, DRAFTERS["ride"](target), rows=4, capacity=96)
         keys = [engine.add(r) for r in RAGGED[:4]]
@@ -340,7 +341,7 @@ def test_errors_leave_the_engine_usable(bad: Request, message: str) -> None:
     with pytest.raises(InputError, match=message):
         engine.add(bad)
     rest = [token for step in (*first, *engine.run()) for token in step.tokens if step.row == key]
-    assert rest == decode(target, RAGGED[:1])[0][0]
+    assert rest == plain(target, RAGGED[:1])[0]
 
 
 def test_a_full_engine_and_a_prefill_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +358,7 @@ def test_a_full_engine_and_a_prefill_that_fails(monkeypatch: pytest.MonkeyPatch)
             engine.add(RAGGED[0])
     assert engine.active == engine.cache.count == 0
     engine.add(RAGGED[0])
-    assert [t for step in engine.run() for t in step.tokens] == decode(target, RAGGED[:1])[0][0]
+    assert [t for step in engine.run() for t in step.tokens] == plain(target, RAGGED[:1])[0]
 
 
 @pytest.mark.parametrize(("rows", "capacity"), [(0, 40), (1, 1)])

@@ -23,7 +23,7 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import CASES, LLAMA, decode, prompt, randomise, request, small
+from small import CASES, LLAMA, decode, plain, prompt, randomise, request, small
 
 SHAPES: dict[str, dict[str, Any]] = {
     "best": {"settings": EagleSettings("best", nodes=9, depth=4, k=4)},
@@ -156,7 +156,7 @@ def test_trees_do_not_depend_on_what_the_cache_went_through(
     target = small()
     drafter = Compared(target, head(target, config), **SHAPES[shape])
     asked = [request(1 + 4 * n, n, 5 + 4 * n, sampling=replace(sampling, seed=n)) for n in range(5)]
-    assert decode(target, asked, drafter, rows=3)[0] == decode(target, asked)[0]
+    assert decode(target, asked, drafter, rows=3)[0] == plain(target, asked)
     assert drafter.compared > 20
 
 
@@ -193,7 +193,7 @@ SAMPLINGS = {
 def test_matching_emits_what_plain_decoding_emits(case: str, sampled: str) -> None:
     target, sampling = small(case), SAMPLINGS[sampled]
     asked = [request(1 + 4 * n, n, 12, sampling=replace(sampling, seed=n)) for n in range(4)]
-    wanted, _ = decode(target, asked)
+    wanted = plain(target, asked)
     words = torch.tensor([0, 2, 3, 5, 7, 8, 11, 13, 17])  # rows add their own tokens
     for rows, shape, config in ((1, "best", EagleConfig()), (3, "static", TAPS)):
         drafter = EagleDrafter(target, head(target, config, words), **SHAPES[shape])
@@ -230,7 +230,7 @@ def test_the_load_decides_how_much_is_drafted() -> None:
     drafter = make_drafter("eagle:tree=auto,nodes=9,depth=4", target, head(target))
     assert drafter.adaptive
     assert [drafter.depth_of(budget) for budget in (2, 3, 4, 9)] == [1, 2, 3, 4]
-    assert decode(target, asked, drafter, rows=3)[0] == decode(target, asked)[0]
+    assert decode(target, asked, drafter, rows=3)[0] == plain(target, asked)
 
 
 def test_it_combines_with_others_under_one_budget() -> None:
@@ -239,7 +239,7 @@ def test_it_combines_with_others_under_one_budget() -> None:
     drafter = make_drafter("eagle:tree=6+prompt_lookup:ngram=1", target, head(target, TAPS))
     assert isinstance(drafter, CombinedDrafter)
     found, steps = decode(target, asked, drafter, rows=3)
-    assert found == decode(target, asked)[0]
+    assert found == plain(target, asked)
     sources = {source.split()[0] for row in steps for step in row for source in step.tree.sources}
     assert {"eagle", "lookup"} <= sources or len(sources) == 3
 
@@ -271,7 +271,7 @@ def test_prompts_that_are_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler.tick()
     while scheduler.busy:
         scheduler.tick()
-    assert [ticket.emitted for ticket in tickets] == decode(target, asked)[0]
+    assert [ticket.emitted for ticket in tickets] == plain(target, asked)
     assert drafter.compared > 10
 
 
