@@ -40,7 +40,7 @@ def letters() -> Any:
 
 
 def written(constraint: GrammarConstraint, tokens: list[int], end: int) -> bool:
-    """Whether a text of these tokens can be written to its end."""
+    """Return whether a text of these tokens can be written to its end."""
     for place, token in enumerate(tokens):
         if not constraint.allows(tokens[:place], token):
             return False

@@ -1,4 +1,4 @@
-"""What keys and values in int8 cost and gain: perplexity, time of a step after long texts, and memory of the cache.
+"""Keys and values in int8: perplexity, time of a step after long texts, and memory of the cache.
 
 Perplexity is that of the first tokens of articles of wikitext2. Steps of plain decoding with both caches alternate; the
 caches hold noise in place of a text's keys and values, which a step takes as long to read.

@@ -36,7 +36,7 @@ Options that a recipe sets and the command line overrides; `--help` compares the
 
 
 def meanings(settings: type[Settings]) -> dict[str, str]:
-    """What the docstrings of a settings class and of its bases say of each field; the class itself comes first."""
+    """The fields of a settings class, as its docstring and those of its bases describe them, its own first."""
     found: dict[str, str] = {}
     for cls in settings.__mro__:
         name = ""

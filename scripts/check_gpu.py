@@ -194,7 +194,7 @@ def _ms(check: Check, engine: Engine) -> float:
 
 
 def launches(check: Check) -> None:
-    """What the host launches and reads per step, by PyTorch's profiler, once graphs are captured."""
+    """Launches and reads of the host per step, by PyTorch's profiler, once graphs are captured."""
     target = check.decoder("SmolLM2-135M")
     adapter = streams(check, target)
     for spec in ("none", "streams:tree=8", "streams:tree=8,placement=ride"):

@@ -134,7 +134,7 @@ def decode(variables: dict[str, str]) -> None:
 
 
 def kernels(variables: dict[str, str]) -> dict[str, Any]:
-    """What ``anabranch info`` says of the kernels."""
+    """The description of the kernels by ``anabranch info``."""
     done = anabranch(variables, "info", "--json")
     if done.returncode:
         sys.exit(f"check_wheel: {done.stderr}")

@@ -48,7 +48,7 @@ _tape: list[Call] | None = None  # what is being recorded
 
 @dataclass
 class Work:
-    """What a device was given to do.
+    """The work that a device was given.
 
     kernels   by operation, inside graphs and outside; copies between host and device among them
     launches  what the host started: kernels outside of graphs, copies, and replayed graphs

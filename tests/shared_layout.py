@@ -53,7 +53,7 @@ class Layout:
         return self.target.logits(self.hidden_TD[None])[0].detach()
 
     def _mask(self, index: int, streams: int) -> Tensor:
-        """Which row sees which [R, R], one pair after the other."""
+        """The mask of rows that see rows [R, R], one pair after the other."""
         config, shape = self.target.config, self.adapter.config
         nodes = [(t, 0) for t in range(self.length)]
         nodes += [(t, j) for t in range(self.first, self.length) for j in range(1, streams + 1)]

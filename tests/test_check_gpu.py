@@ -23,7 +23,7 @@ def _script() -> ModuleType:
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> dict[str, list[dict[str, object]]]:
-    """What it writes; it exits with 0 unless a part failed."""
+    """The file that it writes; it exits with 0 unless a part failed."""
     monkeypatch.setattr("anabranch.bench.machine.SIDE", {"cuda": 64, "cpu": 64})
     monkeypatch.setattr("anabranch.bench.machine.LEAST", {"cuda": 2**20, "cpu": 2**20})
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--tiny", "--out", str(out), *options])

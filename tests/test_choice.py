@@ -1,4 +1,4 @@
-"""Which drafter a row uses where several are trained: choices from given yields, rows of all kinds, what is kept."""
+"""The drafter of a row where several are trained: choices from given yields, rows of all kinds, what is kept."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def chosen(
     """The choices for prompts of 128 tokens that differ as real ones do, one at a time; all are predicted alike."""
     noise, found = np.random.default_rng(seed), []
     for _ in range(prompts):
-        arm = choice.choose(dict.fromkeys(speedups, 1.5), rows)
-        speedup = speedups[arm] * float(np.exp(spread * noise.standard_normal()))
+        picked = choice.choose(dict.fromkeys(speedups, 1.5), rows)
+        speedup = speedups[picked] * float(np.exp(spread * noise.standard_normal()))
         for _ in range(8):
-            choice.saw(arm, rows, 16.0, 16.0 / speedup)
-        found.append(arm)
+            choice.saw(picked, rows, 16.0, 16.0 / speedup)
+        found.append(picked)
     return found
 
 
@@ -153,17 +153,17 @@ def test_several_modules_are_arms_and_one_is_none() -> None:
     modules = trained(target)
     spec = resolve_spec("auto", *modules)
     drafters = ("streams:tree=auto,copy=yes", *(f"{name}:tree=auto" for name in ("medusa", "eagle", "space")))
-    assert [str(arm) for arm in spec.arms] == [f"{drafter}+{FREE}" for drafter in drafters]
+    assert [str(picked) for picked in spec.choices] == [f"{drafter}+{FREE}" for drafter in drafters]
     assert str(spec) == "auto"
     assert resolve_spec(str(spec), *modules) == spec == resolve_spec(spec)
     assert parse_spec(spec) is spec
     for module, drafter in zip(modules, drafters, strict=True):
         alone = resolve_spec("auto", None, module)
-        assert (str(alone), alone.arms) == (f"{drafter}+{FREE}", ())
+        assert (str(alone), alone.choices) == (f"{drafter}+{FREE}", ())
     made = make_drafter(spec, target, *modules)
     assert isinstance(made, ChoiceDrafter)
-    assert [arm.spec for arm in made.drafters] == list(map(str, spec.arms))
-    parts = [arm.parts[-1] for arm in made.drafters if isinstance(arm, CombinedDrafter)]
+    assert [picked.spec for picked in made.drafters] == list(map(str, spec.choices))
+    parts = [picked.parts[-1] for picked in made.drafters if isinstance(picked, CombinedDrafter)]
     assert len(parts) == 4
     assert len(set(map(id, parts))) == 1, "what needs no module is shared"
 
@@ -195,7 +195,7 @@ def test_rows_of_all_arms_join_and_leave_and_decode_as_alone(rows: int) -> None:
         together = max(together, len({ticket.used for ticket, _ in scheduler.tick()}))
     assert [ticket.emitted for ticket in tickets] == wanted
     assert {ticket.used for ticket in tickets} == set(drafter.drafters)
-    assert (together > 1) == (rows > 1), "rows of several arms share a pass"
+    assert (together > 1) == (rows > 1), "rows of several choices share a pass"
 
 
 def test_rows_that_ride_are_those_of_one_arm() -> None:
@@ -221,12 +221,12 @@ def test_steps_are_measured_where_all_rows_use_one_arm() -> None:
     engine = Engine(target, drafter, rows=2, capacity=96, controller=made)
     for seed in range(2):
         engine.add(request(5, seed, 30))
-    (arm,) = {member.drafter for member in engine._members}
+    (picked,) = {member.drafter for member in engine._members}
     assert sum(len(step.tokens) for step in engine.run()) == 60
     assert made.choice is not None
     assert list(made.choice.yields()) in ([2], [1, 2])
     (seen,) = {spec for yields in made.choice.yields().values() for spec in yields}
-    assert seen == arm.spec
+    assert seen == picked.spec
     assert 0 < made.choice.yields()[2][seen].tokens <= 30, "tokens a row"
 
 
@@ -274,12 +274,12 @@ def test_what_was_learned_is_kept_for_the_next_load(home: Path) -> None:
     with model() as first:
         out = first.generate("the cat sat on the mat", max_new_tokens=20)
         assert first.drafter == "auto"
-        assert out.drafter in {str(arm) for arm in first.spec.arms}
+        assert out.drafter in {str(picked) for picked in first.spec.choices}
         assert out.token_ids == first.generate("the cat sat on the mat", max_new_tokens=20, drafter="none").token_ids
         assert first.known is not None
         assert first.known.choice is not None
         seen = first.known.choice.to_dict()
-        (path,) = (home / "arms").iterdir()
+        (path,) = (home / "yields").iterdir()
         assert json.loads(path.read_text(encoding="utf-8"))["yields"] == seen
         tokens = [len(first.generate("the dog", max_new_tokens=20, seed=n).token_ids) for n in range(3)]
         assert tokens == [20] * 3
@@ -349,4 +349,4 @@ def test_a_call_names_its_own_drafter(home: Path) -> None:
         assert made.generate("the the the", max_new_tokens=4).drafter == "prompt_lookup"
         out = made.generate(["the", "cat"], max_new_tokens=4, drafter="medusa:tree=5")
         assert [each.drafter for each in out] == ["medusa:nodes=5"] * 2
-        assert not (home / "arms").exists(), "nothing was chosen"
+        assert not (home / "yields").exists(), "nothing was chosen"

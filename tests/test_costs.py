@@ -1,4 +1,4 @@
-"""What forward passes cost: measured on quiet, noisy and drifting machines, kept between loads, followed by steps."""
+"""Costs of forward passes: measured on quiet, noisy and drifting machines, kept between loads, followed by steps."""
 
 from __future__ import annotations
 

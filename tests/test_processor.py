@@ -47,7 +47,7 @@ TREES = {
 
 
 def mounts(files: Iterable[str]) -> str:
-    """What /proc/self/mountinfo says of the folders below /sys/fs/cgroup that a tree has."""
+    """The entries of /proc/self/mountinfo for the folders below /sys/fs/cgroup that a tree has."""
     tops = {path.partition("/")[0] if path.startswith(("cpu/", "cpu,", "unified/")) else "" for path in files}
     kinds = {top: "cgroup cgroup rw,cpu,cpuacct" if top.startswith("cpu") else "cgroup2 cgroup2 rw" for top in tops}
     return "".join(f"35 31 0:32 / /sys/fs/cgroup/{top} rw,nosuid shared:4 - {kind}\n" for top, kind in kinds.items())

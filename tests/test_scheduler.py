@@ -1,4 +1,4 @@
-"""Who decodes when: turns, chunks, shared passes, cancelling, errors, threads, prefixes, a cache that grows."""
+"""Scheduling: turns, chunks, shared passes, cancelling, errors, threads, prefixes, a cache that grows."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_rows_of_all_kinds_together_decode_as_each_alone(case: str) -> None:
 
 
 def native_target() -> tuple[Decoder, Decoder]:
-    """Of sizes that the native kernels take: float32 in PyTorch, and packed in bfloat16."""
+    """Targets of sizes that the native kernels take: float32 in PyTorch, and packed in bfloat16."""
     wide = replace(
         LLAMA, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64,
         rope=RopeConfig(dim=32, max_positions=96),
@@ -638,7 +638,7 @@ def test_a_closed_model_holds_no_cache() -> None:
 
 
 def test_a_prompt_that_leaves_its_neighbours_no_room_is_read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows are padded to the widest one, or their cache is nearly full."""
+    """Rows that are padded to the widest one, or whose cache is nearly full."""
     target = small()
     monkeypatch.setattr(type(target.backend), "ragged", True)
     scheduler = Scheduler(target, prefix_bytes=0)

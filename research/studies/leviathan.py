@@ -36,7 +36,7 @@ Probs = Callable[[Sequence[int], int], Tensor]  # tokens, first -> what follows 
 
 
 def text_probs(decoder: Decoder, tokens: Sequence[int], first: int, temperature: float) -> Tensor:
-    """What a model expects after each token of a text from place ``first`` on [T, V]."""
+    """A model's next-token distribution after each token of a text from place ``first`` on [T, V]."""
     cache = Cache(decoder.config, rows=1, capacity=len(tokens), dtype=decoder.dtype, device=decoder.device)
     cache.add_row(len(tokens))
     with torch.inference_mode(), decoder.decoding():

@@ -362,7 +362,7 @@ def check(given: Mapping[str, Any]) -> None:
 
 
 def structure_of(given: Mapping[str, Any]) -> str | None:
-    """Which of ``STRUCTURES`` is given; None if none is. Raises InputError for two."""
+    """The given one of ``STRUCTURES``; None if none is. Raises InputError for two."""
     names = [name for name in STRUCTURES if given.get(name) is not None]
     if len(names) > 1:
         raise InputError(f"{names[0]} and {names[1]} both say what the text may be; give one of them")

@@ -119,7 +119,7 @@ def _size(folder: Path) -> int:
 
 
 def _auto(kernels: str) -> dict[str, Any]:
-    """What "auto" chooses from, and what was measured for it on this machine by model: step costs and yields.
+    """The drafters that "auto" chooses from, and measurements on this machine by model: step costs and yields.
 
     Profiles are written by ``anabranch tune``, costs of forward passes when a model is loaded, and yields while it
     decodes with adapters of several methods. Profiles of other machines, numbers of threads or versions are only
@@ -132,7 +132,7 @@ def _auto(kernels: str) -> dict[str, Any]:
         "anabranch": _version("anabranch") or "unreleased",
     }
     names = {record["target"]["fingerprint"]: str(record["target"]["name"]) for record in map(read_record, shipped())}
-    measured: dict[str, list[dict[str, Any]]] = {"profiles": [], "costs": [], "arms": []}
+    measured: dict[str, list[dict[str, Any]]] = {"profiles": [], "costs": [], "yields": []}
     others = 0
     for path in [path for kind in measured for path in sorted((cache_home() / kind).glob("*.json"))]:
         kind = path.parent.name
@@ -158,7 +158,7 @@ def _measured(path: Path, kind: str, here: dict[str, Any], kernels: set[str]) ->
         situation = Situation(**record["situation"])
         used = {name: str(getattr(situation, name)) for name in ("fingerprint", "dtype", "device", "kernels")}
         fact: dict[str, Any] = {"date": record.get("date"), **used, "path": str(path)}
-        if kind == "arms":
+        if kind == "yields":
             fact["speedups"] = _speedups(path)
         else:
             fact["pass_ms"] = str(record["costs"]["pass"] if kind == "profiles" else record["costs"])
@@ -180,6 +180,6 @@ def _speedups(path: Path) -> dict[str, dict[str, float]]:
         raise ValueError("not yields of drafters")
     speedups = {}
     for rows, seen in kept[0].yields().items():
-        best = sorted(seen, key=lambda arm: -seen[arm].speedup)
-        speedups[str(rows)] = {arm: round(seen[arm].speedup, 3) for arm in best}
+        best = sorted(seen, key=lambda drafter: -seen[drafter].speedup)
+        speedups[str(rows)] = {drafter: round(seen[drafter].speedup, 3) for drafter in best}
     return speedups

@@ -65,7 +65,7 @@ class Constraint(Protocol):
     """
 
     def allowed(self, tokens: Sequence[int], vocabulary: int) -> NDArray[np.bool_]:
-        """Whether each token of the vocabulary [V] may follow."""
+        """Return whether each token of the vocabulary [V] may follow."""
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """``allowed(tokens)[token]``, without the rest of the vocabulary."""

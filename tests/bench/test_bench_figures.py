@@ -1,4 +1,4 @@
-"""Which contenders a figure shows."""
+"""The contenders of a figure."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _peer(command: list[str], *, timeout: float = 60.0) -> Peer:
 
 
 def _gone(pid: int) -> bool:
-    """Whether a process is gone, or waits to be reaped by whoever inherited it."""
+    """Return whether a process is gone, or waits to be reaped by whoever inherited it."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""What a result tells of the checkout that made it."""
+"""The commit in a result, and the checkout that made it."""
 
 from __future__ import annotations
 

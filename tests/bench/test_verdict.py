@@ -1,4 +1,4 @@
-"""What a comparison says first: a sentence and five columns."""
+"""The first lines of a comparison: a sentence and five columns."""
 
 from __future__ import annotations
 

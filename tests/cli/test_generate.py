@@ -207,14 +207,14 @@ def test_the_adapter_that_was_chosen_is_named_and_remembered(
     done = anabranch("generate", *both, "--json", "--compare")
     assert done.code == 0, done.err
     first = json.loads(done.out)
-    arms = [f"{name}+prompt_lookup:tokens=auto" for name in ("streams:tree=auto,copy=yes", "medusa:tree=auto")]
-    assert first["drafter"] in arms
+    choices = [f"{name}+prompt_lookup:tokens=auto" for name in ("streams:tree=auto,copy=yes", "medusa:tree=auto")]
+    assert first["drafter"] in choices
     assert first["compare"]["equal"]
-    (path,) = (tmp_path / "home" / "arms").iterdir()
+    (path,) = (tmp_path / "home" / "yields").iterdir()
     kept = json.loads(path.read_text())["yields"]["1"]
     assert kept[first["drafter"]][0] > 0
     again = anabranch("generate", *both)
-    assert any(f"drafter {arm};" in again.err for arm in arms)
+    assert any(f"drafter {each};" in again.err for each in choices)
     later = json.loads(path.read_text())["yields"]["1"]
     assert sum(tokens for tokens, _ in later.values()) > sum(tokens for tokens, _ in kept.values())
 

@@ -113,11 +113,11 @@ def test_info_shows_the_speedup_of_each_drafter_of_auto(anabranch: Anabranch, ho
     here = Situation(**situation_here())
     keep_tuned(here, {"eagle:tree=auto+prompt_lookup:tokens=auto": 1.5, "medusa:tree=auto": 1.75})
     keep_tuned(replace(here, processor="another"), {"medusa:tree=auto": 3.0})
-    (home / "arms" / "broken.json").write_text('{"yields": {"1": 3}}')
+    (home / "yields" / "broken.json").write_text('{"yields": {"1": 3}}')
     found = json.loads(anabranch("info", "--json").out)["auto"]
-    (arms,) = found["arms"]
-    assert (arms["model"], arms["dtype"]) == ("default", "bfloat16")
-    assert arms["speedups"] == {"1": {"medusa:tree=auto": 1.75, "eagle:tree=auto+prompt_lookup:tokens=auto": 1.5}}
+    (yields,) = found["yields"]
+    assert (yields["model"], yields["dtype"]) == ("default", "bfloat16")
+    assert yields["speedups"] == {"1": {"medusa:tree=auto": 1.75, "eagle:tree=auto+prompt_lookup:tokens=auto": 1.5}}
     assert {"streams", "eagle", "medusa"} <= set(found["trained"])
     shown = " ".join(anabranch("info").out.split())
     assert "with 1 row medusa:tree=auto 1.75, eagle:tree=auto+prompt_lookup:tokens=auto 1.50 times plain" in shown

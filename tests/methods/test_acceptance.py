@@ -1,4 +1,4 @@
-"""What drafts are believed to be worth, against what happens."""
+"""Acceptance probabilities of drafts against observed acceptance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drafter that knows the noise believes of the target's draws."""
+"""The estimates of the target's draws by a drafter that knows the noise."""
 
 from __future__ import annotations
 

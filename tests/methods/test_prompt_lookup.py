@@ -1,4 +1,4 @@
-"""What prompt lookup drafts, and how much it believes in it."""
+"""The drafts of prompt lookup and their probabilities."""
 
 from __future__ import annotations
 

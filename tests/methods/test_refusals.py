@@ -1,4 +1,4 @@
-"""What does not fit a method: one sentence that says so, nothing left behind, and a model that decodes on.
+"""Refusals of methods: one sentence that says so, nothing left behind, and a model that decodes on.
 
 Settings and files of one method are tested with that method; here are the cases that all of them share.
 """

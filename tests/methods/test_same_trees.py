@@ -49,7 +49,7 @@ BUDGETS = (None, 6)  # nodes that a draft is asked for at most; None: those of i
 
 @dataclass(frozen=True)
 class Requested:
-    """How two requests are sampled and verified."""
+    """Sampling and rules of two requests."""
 
     sampling: SamplingParams
     rule: str = "match"

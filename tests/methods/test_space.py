@@ -66,7 +66,7 @@ def states(target: Decoder, module: MaskModule, placement: str) -> list[torch.Te
 
 
 def as_tokens(target: Decoder, module: MaskModule, text: list[int]) -> torch.Tensor:
-    """What the target computes of the masks if they are tokens of its vocabulary [S, D]."""
+    """The target's states of masks that are tokens of its vocabulary [S, D]."""
     wider = copy.deepcopy(target)
     assert module.embeddings is not None
     rows = module.embeddings * module.scale / target.config.embedding_scale

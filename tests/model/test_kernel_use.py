@@ -1,4 +1,4 @@
-"""Which kernels decode a target, and the warning where they are not the best that the machine could run."""
+"""The kernels that decode a target, and the warning where they are not the best that the machine could run."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_ancestry_as_drawn() -> None:
 
 @pytest.mark.parametrize("path", [[0], [0, 2, 5], [0, 1, 4, 6]])
 def test_the_committed_state_is_that_of_the_path_alone(path: list[int]) -> None:
-    """Whether the path ends at the deepest nodes or above them; until then, no state changes."""
+    """Return whether the path ends at the deepest nodes or above them; until then, no state changes."""
     decoder, tree = target(), DraftTree(np.array(prompt(7, 5)), np.array([-1, 0, 0, 1, 1, 2, 4]))
     cache, alone = new_cache(decoder, rows=2), new_cache(decoder)
     for slot in range(2):

@@ -22,7 +22,7 @@ from anabranch.drafting.drafter import Drafter
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
-from anabranch.methods.quantized_draft.lead import LedStreamDrafter
+from anabranch.methods.quantized_draft.lead import LeadStreamDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.copying import ALONE, LONGEST, MIXED, MOST, continuations
@@ -463,9 +463,9 @@ def test_speculation_gives_the_same_tokens(name: str, rows: int, form: str) -> N
     assert decode(StreamDrafter(model, adapter, StreamSettings(nodes=24, prune=7)), rows) == plain
     assert decode(StreamDrafter(model, adapter, StreamSettings(nodes=24, prune=7, placement="ride")), rows) == plain
     if form.startswith("bfloat16"):
-        led = [(StreamSettings(nodes=12), 2), (StreamSettings(tree="chain"), 3), (StreamSettings(nodes=2), 2)]
-        for options, lead in (*led, (StreamSettings(nodes=12, copy=True), 2)):
-            assert decode(LedStreamDrafter(model, adapter, options, tokens=lead), rows) == plain
+        cases = [(StreamSettings(nodes=12), 2), (StreamSettings(tree="chain"), 3), (StreamSettings(nodes=2), 2)]
+        for options, lead in (*cases, (StreamSettings(nodes=12, copy=True), 2)):
+            assert decode(LeadStreamDrafter(model, adapter, options, tokens=lead), rows) == plain
     narrow = adapter_for(model, conditioning="parent", conditioning_rank=8, context_top=5)
     assert decode(StreamDrafter(model, narrow, StreamSettings(nodes=12)), rows) == plain
 

@@ -22,7 +22,7 @@ from anabranch.methods.none import NoDrafter
 from anabranch.methods.quantized_draft.copy import COPY, Copied
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.entry import METHOD
-from anabranch.methods.quantized_draft.lead import LEAD_ROWS, LeadCopy, LedStreamDrafter, led_tree
+from anabranch.methods.quantized_draft.lead import LEAD_ROWS, LeadCopy, LeadStreamDrafter, tree_behind
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import NativeDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
@@ -54,14 +54,14 @@ def said(steps: list[Step]) -> list[int]:
 
 
 def test_a_lead_stands_between_the_root_and_the_streams_tree() -> None:
-    """The example of ``led_tree``."""
+    """The example of ``tree_behind``."""
     below = DraftTree(
         np.array([8, 1, 4, 2], np.int64),
         np.array([-1, 0, 0, 1], np.int64),
         sources=("target", "stream 1", "stream 1", "stream 2"),
         log_probs=np.array([0.0, -0.5, -1.5, -0.75], np.float32),
     )
-    tree = led_tree(5, [7, 8], [-0.125, -0.25], below)
+    tree = tree_behind(5, [7, 8], [-0.125, -0.25], below)
     assert tree.tokens.tolist() == [5, 7, 8, 1, 4, 2]
     assert tree.parents.tolist() == [-1, 0, 1, 2, 2, 3]
     assert tree.sources == ("target", "quantized 1", "quantized 2", "stream 1", "stream 1", "stream 2")
@@ -74,11 +74,11 @@ def test_a_lead_changes_no_tokens(rows: int, sampling: SamplingParams) -> None:
     model, adapter = setup()
     plain = [said(steps) for steps in decode(model, NoDrafter(), rows, sampling)]
     for lead, nodes in ((None, 7), (1, 7), (3, 7), (2, 3), (2, 2)):
-        drafter = LedStreamDrafter(model, adapter, StreamSettings(nodes=nodes), tokens=lead)
+        drafter = LeadStreamDrafter(model, adapter, StreamSettings(nodes=nodes), tokens=lead)
         found = decode(model, drafter, rows, sampling)
         assert [said(steps) for steps in found] == plain
-        led = any(source.startswith(COPY) for steps in found for source in steps[1].tree.sources)
-        assert led == (lead is not None or rows <= LEAD_ROWS)
+        leads = any(source.startswith(COPY) for steps in found for source in steps[1].tree.sources)
+        assert leads == (lead is not None or rows <= LEAD_ROWS)
         assert max(step.tree.size for steps in found for step in steps) <= nodes
 
 
@@ -88,7 +88,7 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
     adapter = adapter_for(model, num_stream_layers=1, attention_rank=0)
     in_four_bits(model, adapter)
     assert pack_decoder(model)
-    (steps,) = decode(model, LedStreamDrafter(model, adapter, StreamSettings(nodes=4), tokens=3), 1, sampling)
+    (steps,) = decode(model, LeadStreamDrafter(model, adapter, StreamSettings(nodes=4), tokens=3), 1, sampling)
     whole = [step for step in steps if step.tree.size == 4]
     assert len(whole) > 3
     assert sum(len(step.verdict.path) - 1 for step in whole) / (3 * len(whole)) > 0.8
@@ -123,7 +123,7 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
         return [DraftTree(drafted, np.array([-1, 0, 0, 2, 2], np.int64))]
 
     monkeypatch.setattr(LeadCopy, "_trees", right)
-    (found,) = decode(model, LedStreamDrafter(model, adapter, StreamSettings(nodes=7), tokens=4), 1)
+    (found,) = decode(model, LeadStreamDrafter(model, adapter, StreamSettings(nodes=7), tokens=4), 1)
     assert said(found) == said(plain)
     whole = [step for step in found if step.tree.size == 7]
     leads = [sum(source.startswith(COPY) for source in step.tree.sources) for step in whole]
@@ -136,7 +136,7 @@ def test_one_pass_drafts_several_tokens_where_the_streams_are_right(monkeypatch:
 @pytest.mark.parametrize(("lead", "nodes"), [(1, 4), (8, 12)])
 def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
     model = packed(replace(BASE, max_positions=48), "bfloat16")
-    drafter = LedStreamDrafter(model, adapter_for(model, **SHAPE), StreamSettings(nodes=nodes), tokens=lead)
+    drafter = LeadStreamDrafter(model, adapter_for(model, **SHAPE), StreamSettings(nodes=nodes), tokens=lead)
     engine = Engine(model, drafter, rows=1, capacity=48)
     engine.add(Request(tokens(8), 40))
     assert sum(len(step.tokens) for step in engine.run()) == 40
@@ -144,8 +144,8 @@ def test_a_lead_may_reach_the_end_of_the_context(lead: int, nodes: int) -> None:
 
 def test_rejection_judges_no_drafts_of_a_copy() -> None:
     model, adapter = setup()
-    led = LedStreamDrafter(model, adapter, StreamSettings(tree="chain"))
-    for drafter in (led, QuantizedDrafter(model, 3)):
+    streams = LeadStreamDrafter(model, adapter, StreamSettings(tree="chain"))
+    for drafter in (streams, QuantizedDrafter(model, 3)):
         with pytest.raises(CapabilityError, match="use rule='match'"):
             drafter.check(SAMPLED, "rejection")
     StreamDrafter(model, adapter, StreamSettings(tree="chain")).check(SAMPLED, "rejection")
@@ -227,19 +227,19 @@ def test_every_pass_of_the_copy_and_of_the_streams_is_counted() -> None:
 
 def test_a_copy_leads_as_planned() -> None:
     model, adapter = setup()
-    led = LedStreamDrafter(model, adapter, StreamSettings("auto", nodes=12))
-    assert led.traits.lead_rows == LEAD_ROWS
+    drafter = LeadStreamDrafter(model, adapter, StreamSettings("auto", nodes=12))
+    assert drafter.traits.lead_rows == LEAD_ROWS
     assert StreamDrafter(model, adapter).traits.lead_rows == 0
     (plain,) = decode(model, NoDrafter(), 1)
     for lead in (False, True):
-        with mock.patch.object(Controller, "plan", lambda _, groups, context, lead=lead: {led: Plan(12, lead)}):
-            (found,) = decode(model, led, 1)
+        with mock.patch.object(Controller, "plan", lambda _, groups, context, lead=lead: {drafter: Plan(12, lead)}):
+            (found,) = decode(model, drafter, 1)
         assert said(found) == said(plain)
         assert any("quantized 1" in step.tree.sources for step in found) == lead
 
 
 def test_the_copy_is_made_once() -> None:
     model, adapter = setup()
-    first, second = (LedStreamDrafter(model, adapter, tokens=tokens) for tokens in (1, 2))
+    first, second = (LeadStreamDrafter(model, adapter, tokens=tokens) for tokens in (1, 2))
     alone = QuantizedDrafter(model, 2)
     assert first.copy._stack is second.copy._stack is alone.copy._stack

@@ -1,4 +1,4 @@
-"""What ``research/train_on_gpu.py`` does before a GPU is at hand: parts of a model, and the model in transformers."""
+"""``research/train_on_gpu.py`` before a GPU is at hand: parts of a model, and the model in transformers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def progress(step: int, steps: int, loss: float = 1.0, tree: float | None = None
 
 
 def watched(lines: list[dict[str, Any]], steps: int, *, held_out: bool = True) -> list[str]:
-    """What is said in the course of a run with this log."""
+    """The advice in the course of a run with this log."""
     watch, said = Watch(held_out), []
     for place, one in enumerate(lines):
         evaluation = one["evaluation"] or {}

@@ -209,7 +209,7 @@ def test_streams_in_training_are_those_of_decoding(case: str, placement: str) ->
 
 
 def test_a_small_draft_vocabulary_and_the_texts_own_tokens() -> None:
-    """What is learned is scored over the draft vocabulary and the batch's own tokens."""
+    """The loss is scored over the draft vocabulary and the batch's own tokens."""
     target = small("phi")
     adapter = trainable(target, PAPER, torch.tensor([0, 1, 2]))
     of = batch()

@@ -37,7 +37,7 @@ OPTIONS = TrainOptions(epochs=3.0, batch_tokens=70, warmup=1, segment=8, evaluat
 
 
 class Board:
-    """What threads put beside each other."""
+    """The numbers that threads report to each other."""
 
     def __init__(self, count: int) -> None:
         self.barrier, self.slots = threading.Barrier(count, timeout=60), [None] * count

@@ -1,4 +1,4 @@
-"""What a training shows: two lines on a terminal, plain ones in a pipe, a table at the end that fits 60 columns."""
+"""The screen of a training: two lines on a terminal, plain ones in a pipe, a table at the end that fits 60 columns."""
 
 from __future__ import annotations
 

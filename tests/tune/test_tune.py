@@ -106,7 +106,7 @@ def test_a_step_costs_what_it_verifies_drafts_and_prepares() -> None:
 def test_predicted_acceptance_is_decoded_acceptance(
     found: Fit, target: Target, adapter: LoadedAdapter, spec: str
 ) -> None:
-    """What a candidate is said to accept is what decoding with its drafter accepts."""
+    """The predicted acceptance of a candidate is that of decoding with its drafter."""
     (prediction,) = (one.prediction for one in found.tried if one.candidate.spec == parse_spec(spec))
     asked = [Request(ids, 24, stop_ids=frozenset(target.config.eos_token_ids)) for ids in PROMPTS]
     tokens, steps = decode(target.decoder, asked, make_drafter(spec, target.decoder, adapter.module))
@@ -121,14 +121,14 @@ def test_candidates_are_those_of_the_registry(target: Target, adapter: LoadedAda
     with_adapter = find_candidates(target.decoder, [adapter.module])
     groups = {candidate.group for candidate in with_adapter.tried}
     assert groups == {"none", *alone, "streams,copy+prompt_lookup"}
-    (auto,) = with_adapter.arms
+    (auto,) = with_adapter.choices
     assert auto.spec == resolve_spec("auto", adapter.module)
     assert auto.adaptive
     assert set(with_adapter.recorded) == {*alone, "streams,copy"}
     without = find_candidates(target.decoder, [])
     trained = {method.name for method in methods.methods() if method.trained is not None}
     assert {candidate.group for candidate in without.tried} == {"none", *alone} - trained
-    assert [arm.spec for arm in without.arms] == [resolve_spec("auto")]
+    assert [each.spec for each in without.choices] == [resolve_spec("auto")]
 
 
 @pytest.mark.thorough
@@ -146,19 +146,19 @@ def test_each_arm_of_auto_is_measured(
     asked = ["tune", "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "8", "--raw", "--force"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
-    arms = [str(arm) for arm in resolve_spec("auto", adapter.module, heads).arms]
-    assert all(f"tokens/s measured with {arm}" in result.stdout for arm in arms)
+    choices = [str(each) for each in resolve_spec("auto", adapter.module, heads).choices]
+    assert all(f"tokens/s measured with {each}" in result.stdout for each in choices)
     profile = find_profile(Situation.of(target, both))
     assert profile is not None
-    assert list(profile["arms"]) == arms
+    assert list(profile["choices"]) == choices
     assert set(profile["times"]) >= {"streams,copy+prompt_lookup", "medusa+prompt_lookup"}
     known = settle(target, both)
     assert known.origin == "tuned"
     assert known.choice is not None
     found = known.choice.yields()[1]
-    best = max(found, key=lambda arm: found[arm].speedup)
-    assert best == max(arms, key=profile["arms"].__getitem__)
-    assert found[best].speedup == pytest.approx(profile["arms"][best] / profile["plain_tokens_per_second"], rel=0.01)
+    best = max(found, key=lambda each: found[each].speedup)
+    assert best == max(choices, key=profile["choices"].__getitem__)
+    assert found[best].speedup == pytest.approx(profile["choices"][best] / profile["plain_tokens_per_second"], rel=0.01)
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def fitted(found: Fit) -> Fit:
 def test_the_result_comes_first_and_fits_60_columns(
     target: Target, fitted: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faster = replace(fitted, arms={fitted.auto_spec: 2 * fitted.plain}, measured=fitted.plain)
+    faster = replace(fitted, choices={fitted.auto_spec: 2 * fitted.plain}, measured=fitted.plain)
     result = run_tune(faster, target, monkeypatch, "--dry")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -288,7 +288,7 @@ def test_a_drafter_that_is_clearly_faster_than_auto_becomes_the_default(
     )
     name = str(fixed.spec)
     for factor, default in ((1.02, "auto"), (1.25, name)):
-        rates = {"measured": factor * fitted.plain, "arms": {fitted.auto_spec: fitted.plain}}
+        rates = {"measured": factor * fitted.plain, "choices": {fitted.auto_spec: fitted.plain}}
         result = run_tune(replace(fitted, predicted=fixed, **rates), target, monkeypatch)  # type: ignore[arg-type]
         assert result.exit_code == 0, result.output
         assert tuned_drafter(target) == default

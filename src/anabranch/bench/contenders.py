@@ -102,16 +102,16 @@ class Ours:
 
     def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
         """Keep ``rows`` prompts in progress until none is left."""
-        asked = requests(prompts, self.target, {**self.call, "max_new_tokens": max_new_tokens})
-        if len(asked) == 1:
+        batch = requests(prompts, self.target, {**self.call, "max_new_tokens": max_new_tokens})
+        if len(batch) == 1:
             self._alone = self._alone or self._scheduler(rows, prefix_bytes=0)
             engine = self._reserved(self._alone)
-            engine.rehearse(asked[0])
-            return self._serve(self._alone, asked)
+            engine.rehearse(batch[0])
+            return self._serve(self._alone, batch)
         scheduler = self._scheduler(rows)
         self._reserved(scheduler)
         try:
-            return self._serve(scheduler, asked)
+            return self._serve(scheduler, batch)
         finally:
             scheduler.close()
 

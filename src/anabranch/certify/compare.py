@@ -81,11 +81,11 @@ def certify(
     """
     if not prompts:
         raise InputError("there is nothing to certify; give at least one prompt")
-    asked = requests(prompts, target, {**(call or {}), "max_new_tokens": max_new_tokens, "rows": rows})
-    plain = _Decoding(target, make_drafter("none", target.decoder), asked, rows=1)
-    drafted = _Decoding(target, make_drafter(spec, target.decoder, *modules), asked, rows=rows)
+    batch = requests(prompts, target, {**(call or {}), "max_new_tokens": max_new_tokens, "rows": rows})
+    plain = _Decoding(target, make_drafter("none", target.decoder), batch, rows=1)
+    drafted = _Decoding(target, make_drafter(spec, target.decoder, *modules), batch, rows=rows)
     certificates = []
-    for index, request in enumerate(asked):
+    for index, request in enumerate(batch):
         certificates.append(_compare(target, index, request, plain.tokens(index), drafted.tokens(index)))
         report(certificates[-1])
     return certificates

@@ -209,8 +209,8 @@ def certify_sampling(
         raise InputError("at temperature 0 there is no distribution to test; give a temperature above 0")
     design = design or Design()
     drafter = make_drafter(spec, target.decoder, *modules)
-    asked = requests(prompts, target, {**call, "max_new_tokens": max_new_tokens, "rows": rows})
-    contexts = choose_contexts(target, drafter, asked)
+    batch = requests(prompts, target, {**call, "max_new_tokens": max_new_tokens, "rows": rows})
+    contexts = choose_contexts(target, drafter, batch)
     samples = design.samples(len(contexts))
     report(
         f"{samples:,} samples per arm after each of {len(contexts)} contexts find effects of w = {design.effect:g} "
@@ -221,13 +221,13 @@ def certify_sampling(
     stats, scheduler = [], sampling_scheduler(target, rows)
 
     def one(arm: str, drafter: Drafter, index: int, rule: Rule) -> tuple[Samples, Stats]:
-        sampling = asked[contexts[index].prompt].sampling
+        sampling = batch[contexts[index].prompt].sampling
         drawn = seeds(sampling.seed, ARMS.index(arm), index, samples)
         return draw(scheduler, drafter, contexts[index].tokens, sampling, rule=rule, seeds=drawn)
 
     for index, context in enumerate(contexts):
         control, _ = one(CONTROL, make_drafter("none", target.decoder), index, "match")
-        drafted, drafting = one(DRAFTER, drafter, index, asked[0].rule)
+        drafted, drafting = one(DRAFTER, drafter, index, batch[0].rule)
         wrong, _ = one(WRONG, _wrong(target, control, context, design), index, "rejection")
         stats.append(drafting)
         for arm, sampled in ((DRAFTER, drafted), (WRONG, wrong)):
@@ -236,7 +236,7 @@ def certify_sampling(
     merged = Stats.merged(stats)
     findings = _judged(tests, design.alpha)
     return SamplingCertificate(
-        *(str(spec), asked[0].rule, asked[0].sampling, design, samples, tuple(contexts), findings, merged)
+        *(str(spec), batch[0].rule, batch[0].sampling, design, samples, tuple(contexts), findings, merged)
     )
 
 

@@ -160,17 +160,17 @@ def _tokens(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts: list[
         report=report,
     )
     counts = {verdict: sum(c.verdict == verdict for c in certificates) for verdict in ("equal", "tie", "BUG")}
-    found = {"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in certificates]}
-    _write(config, loaded, found)
+    record = {"drafter": str(drafter), "counts": counts, "prompts": [asdict(c) for c in certificates]}
+    _write(config, loaded, record)
     if config.as_json:
-        print(json.dumps(found))
+        print(json.dumps(record))
     else:
         said = f"{counts['equal']} equal, {counts['tie']} ties, {counts['BUG']} bugs"
         say(f"{said} of {len(certificates)} prompts with {drafter}")
     raise typer.Exit(1 if counts["BUG"] else 0)
 
 
-def _write(config: CertifyConfig, loaded: Loaded, found: dict[str, Any]) -> None:
+def _write(config: CertifyConfig, loaded: Loaded, record: dict[str, Any]) -> None:
     """Write the result to ``--out`` if it is given, with the model, the prompts' source and the environment."""
     from anabranch.bench.journal import beside
     from anabranch.bench.report import environment
@@ -189,8 +189,8 @@ def _write(config: CertifyConfig, loaded: Loaded, found: dict[str, Any]) -> None
         "suite": Path(config.prompts.suite).name,
         "max_new_tokens": config.max_new_tokens,
     }
-    found = found | {"drafter": without_folders(found["drafter"])}
-    result = {"command": command(), "environment": environment(target.decoder.device), "certified": certified, **found}
+    record = record | {"drafter": without_folders(record["drafter"])}
+    result = {"command": command(), "environment": environment(target.decoder.device), "certified": certified, **record}
     write_atomically(path, json.dumps(result, indent=1) + "\n")
     status_console().print(f"wrote {path}")
 
@@ -214,10 +214,10 @@ def _distribution(config: CertifyConfig, loaded: Loaded, drafter: Spec, prompts:
     if config.test.html is not None:
         page = html_page(certificate, loaded.target.title, lambda ids: str(loaded.target.tokenizer.decode(list(ids))))
         write_atomically(config.test.html, page)
-    found = {"model": loaded.target.title, **certificate.to_dict()}
-    _write(config, loaded, found)
+    record = {"model": loaded.target.title, **certificate.to_dict()}
+    _write(config, loaded, record)
     if config.as_json:
-        print(json.dumps(found))
+        print(json.dumps(record))
     else:
         print_tables([_table(certificate)])
         say(f"{certificate.verdict}: {certificate.reason} ({certificate.drafter}, rule {certificate.rule})")

@@ -39,7 +39,7 @@ def shipped(incomplete: str) -> list[str]:
 
 
 def starts(incomplete: str) -> list[str]:
-    """What a training can start from: the shipped adapter for the model, one by name, or fresh weights."""
+    """Start points of a training: the shipped adapter for the model, one by name, or fresh weights."""
     return [*_starting(["default", "none"], incomplete), *shipped(incomplete)]
 
 

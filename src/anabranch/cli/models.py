@@ -200,11 +200,11 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
                 facts[name] = f"costs tuned on {known['date']}; fastest was {known['drafter']}, {gain}"
                 if known["default"] != "auto":
                     facts[name] += ", which single prompts use where no drafter is named"
-    for number, known in enumerate(auto["arms"], 1):
+    for number, known in enumerate(auto["yields"], 1):
         name = f"{known['model'] or 'model ' + known['fingerprint'][:12]}, {known['dtype']}, choice {number}"
         facts[name] = f"until {known['date']}: " + "; ".join(
             f"with {rows}{' or more' if int(rows) > 1 else ''} row{'s' if int(rows) > 1 else ''} "
-            + ", ".join(f"{arm} {speedup:.2f}" for arm, speedup in speedups.items())
+            + ", ".join(f"{drafter} {speedup:.2f}" for drafter, speedup in speedups.items())
             for rows, speedups in known["speedups"].items()
         )
         facts[name] += " times plain decoding"

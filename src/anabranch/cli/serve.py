@@ -38,7 +38,7 @@ class ServeConfig:
 
     @property
     def models(self) -> LoadConfig:
-        """What is loaded. Raises InputError for a LoRA without a name."""
+        """The model and its LoRAs. Raises InputError for a LoRA without a name."""
         loras = [each.partition("=") for each in self.several]
         if wrong := [name for name, _, folder in loras if not (name and folder)]:
             raise InputError(f"--lora-model must be NAME=FOLDER, got {wrong[0]!r}")

@@ -90,8 +90,8 @@ def tune(config: TuneConfig) -> None:
     if not (config.dry or doubtful):
         situation = Situation.of(loaded.target, loaded.adapters)
         path = save_profile(situation, costs=fitted.costs, drafter=str(fitted.spec), record=record)
-        if len(fitted.arms) > 1:
-            keep_tuned(situation, {str(arm): rate / fitted.plain for arm, rate in fitted.arms.items()})
+        if len(fitted.choices) > 1:
+            keep_tuned(situation, {str(each): rate / fitted.plain for each, rate in fitted.choices.items()})
     if config.as_json:
         result = {"drafter": str(fitted.spec), "costs": fitted.costs, "profile": None if path is None else str(path)}
         print(json.dumps(result | record))
@@ -143,9 +143,9 @@ def _show(fitted: Fit, path: Path | None) -> None:
         print("Plain decoding is the fastest here.")
     low, high = fitted.interval
     print(f"{fitted.plain:8.1f} tokens/s measured with plain decoding")
-    for arm, rate in fitted.arms.items():
-        print(f"{rate:8.1f} tokens/s measured with {'auto' if len(fitted.arms) == 1 else arm}")
-    if fitted.predicted.spec not in (*fitted.arms, fitted.tried[0].candidate.spec):
+    for each, rate in fitted.choices.items():
+        print(f"{rate:8.1f} tokens/s measured with {'auto' if len(fitted.choices) == 1 else each}")
+    if fitted.predicted.spec not in (*fitted.choices, fitted.tried[0].candidate.spec):
         print(f"{fitted.measured:8.1f} tokens/s measured with {fitted.predicted.spec}")
     print(f"{fitted.prediction:8.1f} tokens/s predicted for {fitted.predicted.spec}")
     print(f"{'':<8} 90 % interval {low:.1f} to {high:.1f}")

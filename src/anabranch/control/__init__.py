@@ -1,1 +1,1 @@
-"""What decides how much is drafted, and by which drafter: measured costs, the controller, the choice of a drafter."""
+"""The size of drafts and the drafter of each row: measured costs, the controller, the choice of a drafter."""

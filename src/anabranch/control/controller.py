@@ -261,7 +261,7 @@ class Controller:
         return best
 
     def _worth_trying(self, drafter: Drafter, plan: Plan, best: Plan, rows: int) -> bool:
-        """Whether another mode may turn out faster: if it is expected to be near, or its only step was interrupted."""
+        """Return whether another mode may turn out faster: it is expected near, or its only step was interrupted."""
         return plan.rate > NEAR * best.rate or self.stats(drafter, plan.mode, rows).steps == 1
 
     def _modes(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> list[Plan]:

@@ -140,7 +140,7 @@ class Costs:
 
 
 def disturbed(ms: Sequence[float]) -> bool:
-    """Whether times of the same work, in order, vary as they do on a busy machine.
+    """Return whether times of the same work, in order, vary as they do on a busy machine.
 
     Neighbours are compared, so a clock that drifts slowly does not count.
     """

@@ -106,7 +106,7 @@ class Situation:
 
     def choice_path(self) -> Path:
         """The file of the yields of the drafters that "auto" chooses from."""
-        return cache_home() / "arms" / f"{self._hash()}.json"
+        return cache_home() / "yields" / f"{self._hash()}.json"
 
     def _hash(self) -> str:
         named = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True)
@@ -177,7 +177,7 @@ class Known:
 
     @property
     def busy(self) -> bool:
-        """Whether the machine was too busy to measure."""
+        """Return whether the machine was too busy to measure."""
         return self.origin == "typical"
 
     @property
@@ -264,7 +264,7 @@ def read_choice(path: Path, lengths: Mapping[str, float] | None = None) -> tuple
 
 def _known_choice(target: Target, situation: Situation, adapters: Sequence[LoadedAdapter]) -> Choice | None:
     """Yields of the drafters that "auto" chooses from with these adapters; None where there is no choice."""
-    drafters = resolve_spec(AUTO, *(adapter.module for adapter in adapters), target=target.decoder).arms
+    drafters = resolve_spec(AUTO, *(adapter.module for adapter in adapters), target=target.decoder).choices
     if not drafters:
         return None
     predicted = {adapter.method: predicted_length(adapter.record) for adapter in adapters}

@@ -70,8 +70,8 @@ class Detokenizer:
             if self._has_text(token):
                 self._shown.append(token)
                 self._advance()
-            if (found := self._finder.add(token)) is not None:
-                self._stop_at(found)
+            if (match := self._finder.add(token)) is not None:
+                self._stop_at(match)
             self._lengths.append(len(self._raw))
         held = self._finder.pending()
         safe = len(self._raw) if held is None or self.stopped is not None else self._lengths[held - 1] if held else 0
@@ -114,12 +114,12 @@ class Detokenizer:
                 context -= 1
             self._prefix = context
 
-    def _stop_at(self, found: _Found) -> None:
+    def _stop_at(self, match: _Found) -> None:
         """End the text before a stop string. What follows is counted from the end: a space may lack at the start."""
         whole = self._decode(self._shown)
-        after = b"".join(data for token, data in found.after if self._has_text(token))
+        after = b"".join(data for token, data in match.after if self._has_text(token))
         self._raw = whole[: max(0, len(whole) - len(after.decode("utf-8", "replace")))]
-        self.stopped, self._ended = found.stop, True
+        self.stopped, self._ended = match.stop, True
 
     def _cleaned(self, raw: str) -> str:
         return raw if self._clean_up is None else str(self._clean_up(raw))
@@ -161,10 +161,10 @@ class _Finder:
         self._tokens.append(token)
         self._starts.append(len(self._data))
         self._data += self._known[token]
-        found = [(at, text) for text, data in self._stops if (at := self._data.find(data, begin)) >= 0]
-        if not found:
+        matches = [(at, text) for text, data in self._stops if (at := self._data.find(data, begin)) >= 0]
+        if not matches:
             return None
-        at, text = min(found, key=lambda each: each[0])
+        at, text = min(matches, key=lambda each: each[0])
         first = self._token_at(at)
         after = [(token, self._known[token]) for token in self._tokens[first:]]
         after[0] = (after[0][0], after[0][1][at - self._starts[first] :])

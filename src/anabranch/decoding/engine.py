@@ -189,7 +189,7 @@ class Engine(Batch):
             return self._step(members)
 
     def _fit_prompts(self) -> None:
-        """Where the cache has no room for as many nodes as a row has with the rest of its prompt, it is read first."""
+        """Read the rest of a prompt first if the cache has no room to feed it together with the row's draft."""
         members = self._members[: self._ready]
         if not any(member.unread for member in members):
             return
@@ -275,7 +275,7 @@ class Engine(Batch):
         raise NumericsError(f"the model's scores are not finite numbers in {kind}: its activations overflow; {advice}")
 
     def _draft(self, members: list[Member]) -> tuple[list[DraftTree], list[int]]:
-        """What is verified of each row's draft, and the nodes that were drafted."""
+        """Draft for each row; returns the trees to verify, and the number of drafted nodes."""
         rows, drafters = [member.row for member in members], [member.drafter for member in members]
         groups = _by_drafter(members)
         if any(drafter not in self._plans for drafter in groups):
@@ -321,14 +321,14 @@ class Engine(Batch):
             member.row.max_depth = min(depth, again - length) if length <= again else depth
 
     def _plan(self, members: Sequence[Member]) -> dict[Drafter, Plan]:
-        """How each drafter drafts next."""
+        """The plan of each drafter for the next step."""
         groups = {drafter: len(places) for drafter, places in _by_drafter(members).items()}
         if not any(drafter.adaptive for drafter in groups):
             return {drafter: Plan(drafter.max_nodes, lead=True) for drafter in groups}
         return self.controller.plan(groups, _context(members))
 
     def _probes(self, members: Sequence[Member]) -> list[DraftTree]:
-        """What travels beside each row's draft; nothing at all where no drafter has probes."""
+        """The probes beside the rows' drafts; empty if no drafter has any."""
         if not any(member.drafter.needs.probes for member in members):
             return []
         probes = [DraftTree.root(member.row.root) for member in members]

@@ -182,7 +182,7 @@ class PrefixFiles:
 
 
 def _checksum(stored: Stored) -> int:
-    """Of the bytes of keys and values."""
+    """Checksum of the bytes of keys and values."""
     count = 0
     for part in stored:
         count = zlib.crc32(part.cpu().contiguous().view(torch.uint8).numpy().data, count)

@@ -26,7 +26,7 @@ BLOCK = 64  # tokens; texts that differ inside a block keep that block twice
 
 
 class Family(NamedTuple):
-    """Which texts can share keys and values: those of one LoRA or none, and of one set of rotations (``Rope.key``)."""
+    """Texts that can share keys and values: those of one LoRA or none, and of one set of rotations (``Rope.key``)."""
 
     lora: str | None
     rotations: int
@@ -140,11 +140,11 @@ class Prefixes:
         """The blocks of the longest kept beginning of ``tokens``, and how many tokens of each belong to it."""
         block, start = self._roots.get(family), 0
         while block is not None:
-            found, count = block.closest(tuple(tokens[start : start + BLOCK]))
-            if found is None:
+            child, count = block.closest(tuple(tokens[start : start + BLOCK]))
+            if child is None:
                 return
-            yield found, count
-            block, start = found if count == BLOCK else None, start + count
+            yield child, count
+            block, start = child if count == BLOCK else None, start + count
 
     def _loaded(self, block: _Block, cache: Cache) -> tuple[Tensor, Tensor] | None:
         """The keys and values of a block on disk, which are in memory again where it suffices."""

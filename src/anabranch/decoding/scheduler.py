@@ -1,4 +1,4 @@
-"""Who decodes when: one scheduler above one engine, for every caller of a model (``Ticks``).
+"""Scheduling of requests: one scheduler above one engine, for every caller of a model (``Ticks``).
 
 Safe for threads: any thread may submit, cancel and wait, and whoever waits runs the ticks for all.
 

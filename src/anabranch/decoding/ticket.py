@@ -67,7 +67,7 @@ class Ticket:
 
     @property
     def remaining(self) -> Request:
-        """What is left of the request; differs from it only where an error of others took its row away."""
+        """The rest of the request; differs from it only where an error of others took its row away."""
         if not self.emitted:
             return self.request
         return replace(

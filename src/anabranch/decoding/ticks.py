@@ -82,7 +82,7 @@ class Ticks:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is waiting or decoding."""
+        """Return whether anything is waiting or decoding."""
         return bool(self._waiting or self._running)
 
     # -- a tick -----------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class Ticks:
             ticket.error, ticket.done = _told(error, self.target.device), True
 
     def _for_this_thread(self, error: BaseException) -> bool:
-        """Whether an error ends the call that ticks, too: Ctrl-C, not what another call's function raised."""
+        """Return whether an error ends the call that ticks, too: Ctrl-C, not what another call's function raised."""
         if isinstance(error, Exception):
             return False
         return isinstance(error, KeyboardInterrupt) or self.engine is None or self.engine.at_fault is None
@@ -408,7 +408,7 @@ class Ticks:
 
 
 def _is_short(error: BaseException) -> bool:
-    """Whether memory did not suffice, which fewer rows may mend."""
+    """Return whether memory did not suffice, which fewer rows may mend."""
     return isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError))
 
 

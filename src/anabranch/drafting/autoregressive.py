@@ -90,10 +90,10 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         if budget < 2 or not able:
             return trees
         growths: list[Growth] = []
-        for b, asked in zip(able, self.reader.begin([rows[b] for b in able]), strict=True):
+        for b, continuations in zip(able, self.reader.begin([rows[b] for b in able]), strict=True):
             depth = min(rows[b].max_depth, longest - len(rows[b].tokens), self.depth_of(budget))
             form = self._form(rows[b], min(budget, self.max_nodes), depth)
-            growths.append(Growth(rows[b].root, form, state=0, key=_Text(rows[b], asked, depth)))
+            growths.append(Growth(rows[b].root, form, state=0, key=_Text(rows[b], continuations, depth)))
         for b, tree in zip(able, grow(growths, self._expand, by_depth(self.label)), strict=True):
             trees[b] = tree
         return trees
@@ -121,10 +121,10 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         return [node.growth.key.continuations.known[node.state] if node.growth.key in ready else None for node in nodes]
 
     def _able(self, row: Row) -> bool:
-        """Whether the model can draft for a row now."""
+        """Return whether the model can draft for a row now."""
         return True
 
-    def _guesses(self, row: Row, asked: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
+    def _guesses(self, row: Row, continuations: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
         """Further nodes, at most ``depth`` deep, that may be worth asking about in the same pass."""
         return []
 
@@ -138,7 +138,7 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         return replace(form, frontier=FRONTIER if settings.kind == "best" else budget)
 
     @abstractmethod
-    def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], answer: Tensor) -> None:
+    def _tell(self, answered: Sequence[tuple[Row, Continuations, Sequence[int]]], answer: Tensor) -> None:
         """Record the children of the nodes of a pass, from the reader's answer in the same order.
 
         ``known`` gets the best next tokens and their log probabilities as ``grow.Child``, or where the rule is

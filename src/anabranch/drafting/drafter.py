@@ -139,7 +139,7 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """How a drafter drafts.
+    """Properties of a drafter that the controller and combinations read.
 
     free       "all": its drafts take almost no time and need no preparation; "some": those of some of its parts do, and
                with a budget of 1 node these alone draft, up to ``max_nodes``
@@ -187,7 +187,7 @@ class Drafter(ABC):
             )
 
     def recalls(self, tokens: Sequence[int]) -> int:
-        """How many tokens at the beginning of a new row's prompt this drafter need not read again."""
+        """Count the tokens at the beginning of a new row's prompt that this drafter need not read again."""
         return 0 if self.needs.prompt else len(tokens)
 
     def join(self, row: Row) -> None:  # noqa: B027 - most need nothing

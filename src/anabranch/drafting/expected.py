@@ -22,7 +22,7 @@ WEIGHT = 4.0  # of the prior of ``MatchRates``, as in prompt lookup
 
 
 class Expected:
-    """How a new text goes through an expected one, token by token."""
+    """Alignment of a new text with an expected one, token by token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)

@@ -84,7 +84,7 @@ class Form:
 
     @property
     def chain(self) -> bool:
-        """Whether no node has more than one child."""
+        """Return whether no node has more than one child."""
         return not isinstance(self.widths, dict) and max(self.widths) == 1
 
 
@@ -144,16 +144,16 @@ class Growth:
         if form.noise is not None:
             level, self._level = self._level, []
             return [node for node in level if node.joint >= form.floor and node.width]
-        found: list[Node] = []
+        nodes: list[Node] = []
         for place in range(self._first, min(len(ranked), form.nodes - 1)):  # the last of the best nodes has no child
             node = ranked[place][2]
             if node.expanded or not node.width:
                 self._first += place == self._first
             elif not form.by_level or node.depth == self._rounds - 1:
-                found.append(node)
-                if len(found) == form.frontier:
+                nodes.append(node)
+                if len(nodes) == form.frontier:
                     break
-        return found
+        return nodes
 
     def add(self, node: Node, answer: Sequence[Child] | Tensor) -> None:
         """Take the children of a node, best first, or the distribution [V] that they are drawn from."""
@@ -212,16 +212,16 @@ def grow(
             Trees whose nodes are all answered go on meanwhile
     source  labels a node
     """
-    asked = [node for growth in growths for node in growth.wanted()]
-    while asked:
+    wanted = [node for growth in growths for node in growth.wanted()]
+    while wanted:
         left: list[Node] = []
-        for node, answer in zip(asked, expand(asked), strict=True):
+        for node, answer in zip(wanted, expand(wanted), strict=True):
             if answer is None:
                 left.append(node)
             else:
                 node.growth.add(node, answer)
         waiting = {id(node.growth) for node in left}
-        asked = left + [node for growth in growths if id(growth) not in waiting for node in growth.wanted()]
+        wanted = left + [node for growth in growths if id(growth) not in waiting for node in growth.wanted()]
     return [growth.tree(source) for growth in growths]
 
 

@@ -27,16 +27,16 @@ def pieces(text: str, separator: str, joined: Callable[[str, str], bool] = lambd
     ['rest:data="/a+b"', 'suffix']
     """
     masked = _QUOTED.sub(lambda found: "_" * len(found[0]), text)
-    found: list[str] = []
+    parts: list[str] = []
     start = 0
     for piece in masked.split(separator):
         own = text[start : start + len(piece)]
         start += len(piece) + len(separator)
-        if found and joined(found[-1], own):
-            found[-1] += separator + own
+        if parts and joined(parts[-1], own):
+            parts[-1] += separator + own
         else:
-            found.append(own)
-    return found
+            parts.append(own)
+    return parts
 
 
 def unquoted(value: str, what: str) -> str:

@@ -73,11 +73,11 @@ class Continuations:
 
     def path(self, node: int) -> list[int]:
         """The tokens from below the root to a node."""
-        found: list[int] = []
+        tokens: list[int] = []
         while node > 0:
-            found.append(self.tokens[node])
+            tokens.append(self.tokens[node])
             node = self.parents[node]
-        return found[::-1]
+        return tokens[::-1]
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class Reader(ABC):
 
     @property
     def persists(self) -> bool:
-        """Whether the cache is kept when no row uses it, whatever its size."""
+        """Return whether the cache is kept when no row uses it, whatever its size."""
         return False
 
     @property
@@ -233,12 +233,12 @@ class Reader(ABC):
             self.cache.rewind(place.slot, min(self.cache.lengths[place.slot], before))
             if before - self.cache.lengths[place.slot] >= TOGETHER:
                 self.read(row, len(row.tokens) - 1)
-        found = []
+        all_continuations = []
         for row in rows:
             place = self._places[row]
             place.continuations, place.length = Continuations(row.root), len(row.tokens)
-            found.append(place.continuations)
-        return found
+            all_continuations.append(place.continuations)
+        return all_continuations
 
     def ask(self, wanted: Mapping[Row, Sequence[int]]) -> Tensor:
         """Output of the model after some nodes of each row's continuations [n, ...], row by row, in one pass."""
@@ -258,11 +258,11 @@ class Reader(ABC):
             place = self._places[row]
             at = {0: place.base - 1} | {node: place.base + i for i, node in enumerate(place.read)}
             where += [(place.slot, at[node]) for node in nodes]
-        found = self._run(Inputs(np.asarray(tokens, np.int64), np.asarray(parents, np.int64), counts), where)
+        output = self._run(Inputs(np.asarray(tokens, np.int64), np.asarray(parents, np.int64), counts), where)
         self._open = True
         self.passes += 1
         tally(self.call, list(wanted))
-        return found
+        return output
 
     def _feed(self, row: Row, place: Any, wanted: Sequence[int], tokens: list[int], parents: list[int]) -> None:
         """Append a row's nodes of a pass: what the cache lacks of its text, then nodes with their ancestors."""
@@ -299,14 +299,14 @@ class Reader(ABC):
 
     def _accepted(self, row: Row) -> list[int]:
         """The nodes that the text went on with, without its new last token: that is the next root."""
-        place, found, node = self._places[row], [], 0
+        place, nodes, node = self._places[row], [], 0
         if place.continuations is not None:
             for token in row.tokens[place.length : -1]:
                 child = place.continuations.look(node, token)
                 if child is None:
                     break
-                found.append(node := child)
-        return found
+                nodes.append(node := child)
+        return nodes
 
     def _commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Commit the text's tokens and the ``kept`` nodes of each row's last pass, as far as they are in the cache."""

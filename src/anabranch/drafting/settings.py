@@ -69,13 +69,13 @@ class Settings:
 
     @classmethod
     def _goes_on(cls, item: str) -> bool:
-        """Whether ``name=value`` is a path without quotes."""
+        """Return whether ``name=value`` is a path without quotes."""
         key, equals, value = item.partition("=")
         return bool(equals) and key.strip() in cls.paths and value[:1] not in ('"', "'")
 
     @classmethod
     def ends_in_path(cls, text: str) -> bool:
-        """Whether the last of these settings is a path without quotes."""
+        """Return whether the last of these settings is a path without quotes."""
         return cls._goes_on(cls._items(text)[-1])
 
     @classmethod
@@ -113,7 +113,7 @@ class Settings:
 
     @property
     def adaptive(self) -> bool:
-        """Whether the number of drafted and verified nodes follows the load."""
+        """Return whether the number of drafted and verified nodes follows the load."""
         return False
 
     @property

@@ -229,15 +229,15 @@ def checksum(path: Path) -> str:
     Covers files of up to 256 KiB completely. Detects truncated, swapped and rewritten files, but not every flipped bit.
     """
     size = path.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         if size <= SAMPLES * SAMPLE:
-            found.update(file.read())
+            digest.update(file.read())
         else:
             for place in np.linspace(0, size - SAMPLE, SAMPLES).astype(int).tolist():
                 file.seek(place)
-                found.update(file.read(SAMPLE))
-    return found.hexdigest()
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def find_tables(tables: Tables, method: str, target: Decoder, data: str) -> OpenTables:

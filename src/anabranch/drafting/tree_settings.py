@@ -84,7 +84,7 @@ class TreeSettings(Settings):
 
     @property
     def adaptive(self) -> bool:
-        """Whether ``tree=auto``."""
+        """Return whether ``tree=auto``."""
         return self.tree == "auto"
 
     @property

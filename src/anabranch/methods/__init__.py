@@ -61,10 +61,10 @@ TRAININGS = {
 
 
 def training(command: str) -> Training:
-    """What ``anabranch train COMMAND`` says of itself; the command is one of ``TRAININGS``."""
+    """The options and recipes of ``anabranch train COMMAND``; the command is one of ``TRAININGS``."""
     module, _, name = TRAININGS[command][1].rpartition(".")
-    found: Training = getattr(import_module(f"{__name__}.{module}"), name)
-    return found
+    recipe: Training = getattr(import_module(f"{__name__}.{module}"), name)
+    return recipe
 
 
 def __getattr__(name: str) -> Any:

@@ -202,12 +202,12 @@ class LookaheadDrafter(Drafter):
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """Each row's window."""
-        found = []
+        trees = []
         for row in rows:
             ahead: _Ahead = row.state[self]
             ahead.window.cut(row.max_depth)
-            found.append(ahead.window.tree(row.root))
-        return found
+            trees.append(ahead.window.tree(row.root))
+        return trees
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Collect the n-grams that the pass completed, and move the windows on."""

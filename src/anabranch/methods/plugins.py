@@ -48,20 +48,20 @@ def run_file(path: Path) -> None:
 
 def installed() -> dict[str, EntryPoint]:
     """The methods of installed packages, by name."""
-    return {found.name: found for found in entry_points(group=GROUP)}
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def value_of(found: EntryPoint) -> Method:
+def value_of(point: EntryPoint) -> Method:
     """The method of an entry point. Raises InputError if it cannot be imported or is something else."""
-    package = "" if found.dist is None else f" of the package {found.dist.name}"
+    package = "" if point.dist is None else f" of the package {point.dist.name}"
     try:
-        method = found.load()
+        method = point.load()
     except Exception as error:
         raise InputError(
-            f"the method {found.name!r}{package} cannot be imported ({_said(error)}); reinstall it"
+            f"the method {point.name!r}{package} cannot be imported ({_said(error)}); reinstall it"
         ) from error
-    if not isinstance(method, Method) or method.name != found.name:
-        raise InputError(f"the entry point {found.name!r}{package} must be a Method of that name, got {shown(method)}")
+    if not isinstance(method, Method) or method.name != point.name:
+        raise InputError(f"the entry point {point.name!r}{package} must be a Method of that name, got {shown(method)}")
     return method
 
 

@@ -69,8 +69,8 @@ class Index:
     def extend(self, text: Sequence[int], prompt_length: int) -> None:
         """Index the new tokens of ``text``, which only grows."""
         for at in range(self.read, len(text)):
-            if at >= prompt_length and (found := self.match(text, at)) is not None:
-                end, length = found
+            if at >= prompt_length and (match := self.match(text, at)) is not None:
+                end, length = match
                 self.rates.saw(length, right=text[end] == text[at])
             for n in range(1, self.ngram + 1):
                 ngram = tuple(text[at - n : at]) if n <= at else None
@@ -113,13 +113,13 @@ class PromptLookupDrafter(Drafter):
         count = min(self.tokens, row.max_depth, budget - 1)
         if count < 1:
             return DraftTree.root(row.root)
-        found = [
+        candidates = [
             (text[end : end + count], index.shares(length, count))
             for end, length in islice(index.matches(text, len(text)), self.matches)
         ]
-        if not found:
+        if not candidates:
             return DraftTree.root(row.root)
-        paths, log_probs = [path for path, _ in found], joint_log_probs(found)
+        paths, log_probs = [path for path, _ in candidates], joint_log_probs(candidates)
         tree = DraftTree.from_paths(row.root, paths, source=self.name, log_probs=log_probs)
         return tree.truncate(1 + min(self.tokens, budget - 1))
 
@@ -152,7 +152,7 @@ class LookupSettings(Settings):
 
     @property
     def adaptive(self) -> bool:
-        """Whether ``tokens=auto``."""
+        """Return whether ``tokens=auto``."""
         return self.tokens == "auto"
 
 

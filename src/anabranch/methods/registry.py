@@ -100,15 +100,15 @@ def parse_spec(text: str | Spec) -> Spec:
     if isinstance(text, str):
         known = {method.name for method in _registry}
         for name in spec.names(text):
-            if name not in known and (found := plugins.installed().get(name)) is not None:
-                register(plugins.value_of(found))
+            if name not in known and (point := plugins.installed().get(name)) is not None:
+                register(plugins.value_of(point))
     return spec.parse(text, _registry)
 
 
 def resolve_spec(text: str | Spec, *modules: nn.Module | None, target: Decoder | None = None) -> Spec:
     """Parse a specification and resolve "auto", given the trained modules that are available, and the target.
 
-    With modules of several methods, "auto" becomes a specification with several ``arms``, which is printed as "auto".
+    With modules of several methods, "auto" becomes a specification with several ``choices``, printed as "auto".
     """
     return spec.resolve(parse_spec(text), modules, _registry, target)
 

@@ -7,7 +7,7 @@ streams:tree=auto                  the number of drafted and verified nodes foll
 streams+prompt_lookup              their trees, merged under one node budget
 streams+quantized_draft            one drafter of both (``Method.pairs``): a quantised copy drafts, and streams go on
 auto                               each method whose trained module is available, merged with those that need none, or
-                                   the latter alone; several are arms, of which one is chosen for each row
+                                   the latter alone; several are choices, of which one is chosen for each row
 rest:data="/a+b,c"                 paths with punctuation (``quoting``)
 """
 
@@ -48,19 +48,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Spec:
-    """One or several methods merged, or several arms; an empty one stands for "auto", which ``resolve`` replaces."""
+    """One or several methods merged, or several choices; an empty one stands for "auto", which ``resolve`` replaces."""
 
     parts: tuple[Part, ...] = ()
-    arms: tuple[Spec, ...] = ()
+    choices: tuple[Spec, ...] = ()
 
     def __str__(self) -> str:
-        """The text that ``parse`` reads; that of several arms is "auto"."""
+        """The text that ``parse`` reads; that of several choices is "auto"."""
         return "+".join(map(str, self.parts)) or AUTO
 
     @property
     def auto(self) -> bool:
-        """Whether this is "auto" and still has to be resolved."""
-        return not self.parts and not self.arms
+        """Return whether this is "auto" and still has to be resolved."""
+        return not self.parts and not self.choices
 
     @property
     def units(self) -> tuple[Spec, ...]:
@@ -74,7 +74,7 @@ class Spec:
 
     @property
     def plain(self) -> bool:
-        """Whether this is plain decoding."""
+        """Return whether this is plain decoding."""
         return len(self.parts) == 1 and not self.parts[0].method.combines and not fields(self.parts[0].settings)
 
 
@@ -139,7 +139,7 @@ def _pairs(parts: Sequence[Part]) -> dict[Part, Part]:
 def module_of(method: Method, modules: Sequence[nn.Module | None]) -> nn.Module | None:
     """The trained module of a method among several, or None."""
     trained = method.trained or method.reads
-    return None if trained is None else next((found for found in modules if isinstance(found, trained.module)), None)
+    return None if trained is None else next((module for module in modules if isinstance(module, trained.module)), None)
 
 
 def resolve(
@@ -156,37 +156,37 @@ def resolve(
     for method in registry:
         if method.trained is not None and (module := module_of(method, modules)) is not None:
             learned.setdefault(id(module), method)
-    arms = tuple(_in_auto((method, *free) if method.combines else (method,)) for method in learned.values())
+    choices = tuple(_in_auto((method, *free) if method.combines else (method,)) for method in learned.values())
     if target is not None:
-        arms = tuple(_paired(arm, target, modules, registry) for arm in arms)
-    return Spec(arms=arms) if len(arms) > 1 else arms[0] if arms else _in_auto(free)
+        choices = tuple(_paired(each, target, modules, registry) for each in choices)
+    return Spec(choices=choices) if len(choices) > 1 else choices[0] if choices else _in_auto(free)
 
 
 def _in_auto(methods: Sequence[Method]) -> Spec:
     return Spec(tuple(Part(method, method.settings.in_auto()) for method in methods))
 
 
-def _paired(arm: Spec, target: Decoder, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:
-    """An arm with the methods that pay in front of one of its parts."""
+def _paired(each: Spec, target: Decoder, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:
+    """A choice with the methods that pay in front of one of its parts."""
     more = [
         Part(method, method.settings.in_auto())
         for method in registry
-        for part in arm.parts
+        for part in each.parts
         if part.method.name in method.pairs and method.pays(target, part.settings, module_of(part.method, modules))
     ]
-    return Spec((*arm.parts, *more))
+    return Spec((*each.parts, *more))
 
 
 def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> Drafter:
     """Build the drafter of a resolved specification. Raises CapabilityError for one that is not supported here.
 
-    Arms share the drafters of parts without a module: what those remember of other rows serves all arms.
+    Choices share the drafters of parts without a module: what those remember of other rows serves all choices.
     """
     assert not spec.auto, "auto is resolved first"
     shared: dict[Part, Drafter] = {}
-    if not spec.arms:
+    if not spec.choices:
         return _merged(spec, target, modules, shared)
-    choice = ChoiceDrafter([_merged(arm, target, modules, shared) for arm in spec.arms])
+    choice = ChoiceDrafter([_merged(each, target, modules, shared) for each in spec.choices])
     choice.spec = str(spec)
     return choice
 

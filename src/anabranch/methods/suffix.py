@@ -125,7 +125,7 @@ class Occurrences:
 
         but  the key of a text that is left out
         """
-        found: list[Place] = []
+        places: list[Place] = []
         seen: set[int] = set()
         for level, order in enumerate(ORDERS):
             if order > len(context):
@@ -133,16 +133,16 @@ class Occurrences:
             code = int(self._newest[level][hash(tuple(context[-order:])) & self._mask])
             for _ in range(WALK):
                 text = self._texts.get(code >> 32)
-                if text is None or len(found) == most:
+                if text is None or len(places) == most:
                     break  # a text that was evicted: so are nearly all places before this one
                 end = code & 0xFFFFFFFF
                 if code not in seen and text.key != but:
                     length = _agreement(text.tokens, end, context)
                     if length >= order:
                         seen.add(code)
-                        found.append(Place(text.tokens, end, length))
+                        places.append(Place(text.tokens, end, length))
                 code = text.previous[level][end]
-        return found
+        return places
 
 
 def _agreement(tokens: Sequence[int], end: int, context: Sequence[int]) -> int:
@@ -245,16 +245,16 @@ class SuffixDrafter(Drafter):
         if depth < 1 or count < 2:
             return DraftTree.root(row.root)
         context = row.tokens[-CONTEXT:]
-        found = seen.own.find(context)
-        mine = len(found)
+        places = seen.own.find(context)
+        mine = len(places)
         if self.shared is not None:
-            found += self.shared.find(context, but=seen.shared)
-        if not found:
+            places += self.shared.find(context, but=seen.shared)
+        if not places:
             return DraftTree.root(row.root)
-        votes = [_Vote(place, place.length, OWN if n < mine else SHARED) for n, place in enumerate(found)]
+        votes = [_Vote(place, place.length, OWN if n < mine else SHARED) for n, place in enumerate(places)]
         tree = tree_of(row.root, votes, seen.odds(), count, depth, self.threshold)
         if tree.size > 1:
-            longest = max(place.length for place in found)
+            longest = max(place.length for place in places)
             seen.bet = (len(row.tokens), longest, int(tree.tokens[1]))
         return tree
 
@@ -333,7 +333,7 @@ class SuffixSettings(Settings):
 
     @property
     def adaptive(self) -> bool:
-        """Whether ``nodes=auto``."""
+        """Return whether ``nodes=auto``."""
         return self.nodes == "auto"
 
     @property

@@ -85,9 +85,9 @@ def opened(flags: tuple[str, ...], *, tiles: bool = False) -> Opened:
 
     Safe with concurrent processes. Raises BuildError.
     """
-    found = _opened(flags, tiles)
-    found.library.anabranch_use_tiles(int(tiles))
-    return found
+    library = _opened(flags, tiles)
+    library.library.anabranch_use_tiles(int(tiles))
+    return library
 
 
 def _opened(flags: tuple[str, ...], tiles: bool) -> Opened:

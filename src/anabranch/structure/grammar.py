@@ -52,7 +52,7 @@ class Compiled:
 
 
 def source_of(given: Mapping[str, Any]) -> Source | None:
-    """The one of ``schema``, ``regex`` and ``grammar`` that is given; None if none is. Raises InputError for two."""
+    """The given one of ``schema``, ``regex`` and ``grammar``; None if none is. Raises InputError for two."""
     kind = structure_of(given)
     if kind is None:
         return None

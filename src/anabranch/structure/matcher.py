@@ -33,7 +33,7 @@ class GrammarConstraint:
         self._path: list[int] = []  # that the matcher has consumed
 
     def allowed(self, tokens: Sequence[int], vocabulary: int) -> NDArray[np.bool_]:
-        """Whether each token of the vocabulary [V] may follow. Raises InputError where none may."""
+        """Return whether each token of the vocabulary [V] may follow. Raises InputError where none may."""
         if not self._stand(tokens):
             return np.ones(vocabulary, np.bool_)
         accepted = self._matcher.is_accepting()
@@ -48,7 +48,7 @@ class GrammarConstraint:
         return mask_V
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
-        """Whether one token may follow."""
+        """Return whether one token may follow."""
         if not self._stand(tokens):
             return True
         if token in self.ends:

@@ -98,7 +98,7 @@ class _Layout:
 
 
 class _Store(Protocol):
-    """Where the tensors of examples are, by the number of the example."""
+    """Places of the tensors of examples, by the number of the example."""
 
     def read(self, number: int) -> list[Tensor] | None:
         """The tensors of an example; None if they have to be computed."""
@@ -292,7 +292,7 @@ def _group(width: int) -> int:
 
 
 def _is_whole(path: Path, wanted: bytes, size: int) -> bool:
-    """Whether a file begins as ``wanted`` and has this size."""
+    """Return whether a file begins as ``wanted`` and has this size."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size == size and file.read(len(wanted)) == wanted

@@ -81,19 +81,19 @@ class Candidate:
 class Candidates:
     """All candidates.
 
-    arms      those that "auto" stands for: one, or several of which it chooses
+    choices   those that "auto" stands for: one, or several of which it chooses
     recorded  the drafter that is recorded, by method
     timed     the largest drafter of each group, which is timed
     """
 
     tried: list[Candidate]
-    arms: list[Candidate]
+    choices: list[Candidate]
     recorded: dict[str, Drafter]
     timed: dict[str, Drafter]
 
 
 def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Candidates:
-    """Plain decoding, each available method by itself, those of each arm of "auto" merged, and the arms."""
+    """Plain decoding, each available method by itself, those of each choice of "auto" merged, and the choices."""
     plain = parse_spec(PLAIN)
     tried, timed, recorded = [Candidate(plain)], {PLAIN: make_drafter(plain, target)}, dict[str, Drafter]()
 
@@ -119,12 +119,12 @@ def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Can
                 break
             add(spec, [drafter], drafter)
     auto = resolve_spec(AUTO, *modules, target=target)
-    arms = auto.arms or (auto,)
-    for arm in arms:
-        mergers = _mergers(arm.parts) if len(arm.parts) > 1 else ()
-        for spec in (*mergers, arm):
+    choices = auto.choices or (auto,)
+    for each in choices:
+        mergers = _mergers(each.parts) if len(each.parts) > 1 else ()
+        for spec in (*mergers, each):
             add(spec, _alone(spec, target, modules), make_drafter(spec, target, *modules))
-    chosen = [candidate for candidate in tried if candidate.spec in arms]
+    chosen = [candidate for candidate in tried if candidate.spec in choices]
     return Candidates(tried, chosen, recorded, timed)
 
 

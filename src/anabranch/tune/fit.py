@@ -4,7 +4,7 @@
    controller of speculation starts from these costs afterwards.
 2. *Acceptance*: plain decoding of the prompts, recording the draft at every position.
 3. *Prediction*: every candidate is replayed from the recordings (``analysis.simulate``) with the measured step times.
-4. *Check*: the best candidate, each arm of "auto" and plain decoding decode the prompts in alternation; the fastest is
+4. *Check*: the best candidate, each choice of "auto" and plain decoding decode the prompts in turns; the fastest is
    chosen.
 """
 
@@ -59,7 +59,7 @@ class Fit:
     prediction, interval   its predicted rate, and a 90 % interval over prompts
     predicted_plain        plain decoding's predicted rate
     measured, plain        measured rates over all prompts, in alternation: ``predicted`` and plain decoding
-    arms                   those of the arms of "auto", by specification
+    choices                those of the choices of "auto", by specification
     times                  the step costs
     tried                  every candidate
     """
@@ -70,19 +70,19 @@ class Fit:
     predicted_plain: float
     measured: float
     plain: float
-    arms: dict[Spec, float]
+    choices: dict[Spec, float]
     times: MeasuredTimes
     tried: list[Tried] = field(default_factory=list)
 
     @property
     def auto_spec(self) -> Spec:
-        """The fastest arm of "auto"."""
-        return max(self.arms, key=self.arms.__getitem__)
+        """The fastest choice of "auto"."""
+        return max(self.choices, key=self.choices.__getitem__)
 
     @property
     def auto(self) -> float:
-        """The measured rate of the fastest arm of "auto"."""
-        return max(self.arms.values())
+        """The measured rate of the fastest choice of "auto"."""
+        return max(self.choices.values())
 
     @property
     def spec(self) -> Spec:
@@ -137,7 +137,7 @@ class Fit:
             "default": self.default,
             "auto_drafter": str(self.auto_spec),
             "auto_tokens_per_second": round(self.auto, 2),
-            "arms": {str(arm): round(rate, 2) for arm, rate in self.arms.items()},
+            "choices": {str(each): round(rate, 2) for each, rate in self.choices.items()},
             "plain_tokens_per_second": round(self.plain, 2),
             "predicted_plain_tokens_per_second": round(self.predicted_plain, 2),
             "speedup": round(self.speedup, 3),
@@ -190,7 +190,7 @@ def fit(
     best = max(range(len(tried)), key=lambda i: tried[i].rate)
     predicted = tried[best].candidate
     measured = _check(
-        target, modules, [tried[0].candidate, predicted, *candidates.arms], prompts, max_new_tokens, report
+        target, modules, [tried[0].candidate, predicted, *candidates.choices], prompts, max_new_tokens, report
     )
     return Fit(
         predicted=predicted,
@@ -199,7 +199,7 @@ def fit(
         predicted_plain=tried[0].rate,
         measured=measured[str(predicted.spec)],
         plain=measured[PLAIN],
-        arms={arm.spec: measured[str(arm.spec)] for arm in candidates.arms},
+        choices={each.spec: measured[str(each.spec)] for each in candidates.choices},
         times=times,
         tried=tried,
     )
@@ -242,11 +242,11 @@ def _record(
 
     The text does not depend on drafts, so each prompt is decoded only once for all methods that can share a pass.
     """
-    asked = requests(prompts, target, {"max_new_tokens": max_new_tokens})
+    batch = requests(prompts, target, {"max_new_tokens": max_new_tokens})
     rows: dict[str, list[TraceRow]] = {method: [] for method in candidates.recorded}
     groups = _together(candidates.recorded)
     with tempfile.TemporaryDirectory() as folder:
-        for number, request in enumerate(asked):
+        for number, request in enumerate(batch):
             report("recording drafts", number, len(prompts))
             paths = {method: Path(folder) / f"{number}-{method}.jsonl" for method in candidates.recorded}
             for group in groups:

@@ -75,7 +75,7 @@ class DraftModelSettings(TreeSettings):
 
     @property
     def adaptive(self) -> bool:
-        """Whether ``tree=auto`` or ``tokens=auto``."""
+        """Return whether ``tree=auto`` or ``tokens=auto``."""
         return "auto" in (self.tree, self.tokens)
 
     @property
@@ -152,16 +152,16 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
             self.guesser.leave(row)
 
     # -- drafts ----------------------------------------------------------------------------------------
-    def _guesses(self, row: Row, asked: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
+    def _guesses(self, row: Row, continuations: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
         if self.guesser is None:
             return []
-        guesses = self.guesser.guesses(row, asked, nodes[0], depth=depth, words=self._words)
+        guesses = self.guesser.guesses(row, continuations, nodes[0], depth=depth, words=self._words)
         return [node for node in guesses if node not in nodes]
 
-    def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], logits_nV: Tensor) -> None:
-        parts = torch.split(logits_nV[:, : self._words].float(), [len(nodes) for _, _, nodes in asked])
+    def _tell(self, answered: Sequence[tuple[Row, Continuations, Sequence[int]]], logits_nV: Tensor) -> None:
+        parts = torch.split(logits_nV[:, : self._words].float(), [len(nodes) for _, _, nodes in answered])
         matching: list[tuple[Continuations, Sequence[int], Tensor]] = []
-        for (row, known, nodes), z_nW in zip(asked, parts, strict=True):
+        for (row, known, nodes), z_nW in zip(answered, parts, strict=True):
             params = replace(row.sampling, processors=())  # the user's own functions see the target's scores alone
             histories = None
             if params.needs_history:

@@ -55,16 +55,16 @@ class Guesser:
         if inside is not None:
             self.drafter.leave(inside.row)
 
-    def guesses(self, row: Row, asked: Continuations, node: int, *, depth: int, words: int) -> list[int]:
+    def guesses(self, row: Row, continuations: Continuations, node: int, *, depth: int, words: int) -> list[int]:
         """Guessed descendants of a node of a row's continuations, at most ``depth`` deep, of token ids below ``words``.
 
         Nodes whose next tokens are known already are left out.
         """
         inside = self._rows[row]
-        if (inside.keeps and node > 0) or asked.depths[node] >= depth:
+        if (inside.keeps and node > 0) or continuations.depths[node] >= depth:
             return []
-        inside.row.tokens = [*row.tokens, *asked.path(node)] if node else row.tokens
-        inside.row.max_depth = depth - asked.depths[node]
+        inside.row.tokens = [*row.tokens, *continuations.path(node)] if node else row.tokens
+        inside.row.max_depth = depth - continuations.depths[node]
         (tree,) = self.drafter.draft([inside.row], min(self.most + 1, self.drafter.max_nodes))
         for call in inside.row.calls or (Call("inner"),):
             tally(call, [row])
@@ -72,5 +72,5 @@ class Guesser:
         at = [node]
         for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
             above = at[parent]
-            at.append(asked.child(above, token) if above >= 0 and token < words else -1)
-        return [guess for guess in dict.fromkeys(at[1:]) if guess > 0 and guess not in asked.known]
+            at.append(continuations.child(above, token) if above >= 0 and token < words else -1)
+        return [guess for guess in dict.fromkeys(at[1:]) if guess > 0 and guess not in continuations.known]

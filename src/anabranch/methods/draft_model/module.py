@@ -100,8 +100,8 @@ def start_from_target(target: Decoder, module: DraftModule) -> None:
         return
     centred = head - head.mean(0)
     _, directions = torch.linalg.eigh(centred.T @ centred)
-    found = centred @ directions[:, -table.shape[1] :]
-    table.copy_(TABLE * found / found.pow(2).mean().sqrt().clamp(min=1e-12))
+    projected = centred @ directions[:, -table.shape[1] :]
+    table.copy_(TABLE * projected / projected.pow(2).mean().sqrt().clamp(min=1e-12))
 
 
 def begin_with(module: DraftModule, trained: DraftModule) -> None:

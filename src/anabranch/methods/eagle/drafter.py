@@ -157,12 +157,12 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         """The most children of a node."""
         return 4 if self.static else min(self.settings.widths[0], self.max_nodes - 1)
 
-    def _tell(self, asked: Sequence[tuple[Row, Continuations, Sequence[int]]], features_nD: Tensor) -> None:
+    def _tell(self, answered: Sequence[tuple[Row, Continuations, Sequence[int]]], features_nD: Tensor) -> None:
         head = self.layer.head
         states_nD = self.module.states(features_nD).to(self.target.dtype)
-        counts = [len(nodes) for _, _, nodes in asked]
+        counts = [len(nodes) for _, _, nodes in answered]
         scored = zip(torch.split(states_nD, counts), torch.split(head.scores(states_nD).float(), counts), strict=True)
-        for (row, known, nodes), (states, z_nW) in zip(asked, scored, strict=True):
+        for (row, known, nodes), (states, z_nW) in zip(answered, scored, strict=True):
             ids_W, z_nW = self._with_own(row, states, z_nW)
             z_nW = head.capped(z_nW)
             if row.rule == "rejection":

@@ -79,8 +79,8 @@ class EagleLayer:
         embeddings = self.target.embed(run.tokens_BN, run.positions_BN + 1).to(self.dtype)
         x = self.module.fc(self.module.inputs(embeddings, features))
         x = self.module.block(x, run.cos, run.sin, lambda q, k, v: run.attend(0, q, k, v))
-        found: Tensor = x[real_BN]
-        return found
+        out: Tensor = x[real_BN]
+        return out
 
 
 class NativeEagleLayer(EagleLayer):
@@ -132,8 +132,8 @@ class NativeEagleLayer(EagleLayer):
         x_MD = self._fc(self.module.inputs(embeddings, features_MD))
         step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, cache.capacity, x_MD)
         self.stack.run(x_MD, step, cache, slots.start, 0, 1)
-        found: Tensor = x_MD.to(self.dtype)
-        return found
+        out: Tensor = x_MD.to(self.dtype)
+        return out
 
 
 def new_layer(target: Decoder, module: EagleModule) -> EagleLayer:

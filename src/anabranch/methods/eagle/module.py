@@ -112,7 +112,7 @@ class EagleModule(TrainedModule):
         group, window = self.model.num_heads // self.model.num_kv_heads, self.model.sliding_window
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(k.transpose(1, 2))
@@ -127,9 +127,9 @@ class EagleModule(TrainedModule):
 
         x = true
         for _ in range(steps):
-            found.append(self.block(self.fc(self.inputs(embeddings, x)), cos, sin, attend))
-            x = F.pad(found[-1][:, :-1], (0, 0, 1, 0)) if count > 1 else torch.zeros_like(x)
-        return found
+            outputs.append(self.block(self.fc(self.inputs(embeddings, x)), cos, sin, attend))
+            x = F.pad(outputs[-1][:, :-1], (0, 0, 1, 0)) if count > 1 else torch.zeros_like(x)
+        return outputs
 
 
 def begin_with(module: EagleModule, trained: EagleModule) -> None:

@@ -97,7 +97,7 @@ class FeatureReader(Reader):
         self.read(row, self.cache.lengths[place.slot] + place.count + self.skipped)
 
     def knows(self, row: Row) -> bool:
-        """Whether the features of all tokens before the root were fed, and there is one."""
+        """Return whether the features of all tokens before the root were fed, and there is one."""
         place: _Fed | None = self._places.get(row)
         if place is None or self.cache is None or len(row.tokens) <= self.skipped:
             return False
@@ -129,9 +129,9 @@ class FeatureReader(Reader):
     def ask(self, wanted: Mapping[Row, Sequence[int]]) -> Tensor:
         """The features [n, D] after some nodes of each row's continuations, row by row, in one pass."""
         features_nD = super().ask(wanted)
-        found = iter(features_nD)
+        features = iter(features_nD)
         for row, nodes in wanted.items():
-            self._places[row].own.update((node, next(found)) for node in nodes)
+            self._places[row].own.update((node, next(features)) for node in nodes)
         return features_nD
 
     def _run(self, inputs: Inputs, at: Sequence[tuple[int, int]]) -> Tensor:

@@ -112,25 +112,25 @@ class HeadDrafter(Drafter):
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees from the states of the last step; only the root for rows that have none yet."""
-        found = [DraftTree.root(row.root) for row in rows]
+        all_trees = [DraftTree.root(row.root) for row in rows]
         known = [b for b, row in enumerate(rows) if row.max_depth > 0 and self._of(row).states_SD is not None]
         if budget < 2 or not known:
-            return found
-        asked = [rows[b] for b in known]
-        kept = [self._of(row) for row in asked]
-        words = [state.words.extend(row.tokens) for row, state in zip(asked, kept, strict=True) if state.words]
+            return all_trees
+        drafting = [rows[b] for b in known]
+        kept = [self._of(row) for row in drafting]
+        words = [state.words.extend(row.tokens) for row, state in zip(drafting, kept, strict=True) if state.words]
         trees = self.tree.build(
             torch.stack([state.states_SD for state in kept if state.states_SD is not None]),
-            [row.root for row in asked],
+            [row.root for row in drafting],
             words or None,
-            [DrawNoise.of(row, self.depth_of(budget)) for row in asked],
+            [DrawNoise.of(row, self.depth_of(budget)) for row in drafting],
             budget=budget,
-            depths=[row.max_depth for row in asked],
+            depths=[row.max_depth for row in drafting],
         )
-        tally(self.tree.call, asked)
+        tally(self.tree.call, drafting)
         for b, tree in zip(known, trees, strict=True):
-            found[b] = tree
-        return found
+            all_trees[b] = tree
+        return all_trees
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Keep the heads' input at each row's accepted node; not computed if nothing will be drafted."""

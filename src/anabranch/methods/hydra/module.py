@@ -49,8 +49,8 @@ class HydraModule(DraftHeads):
 
     def embed(self, target: Decoder, tokens: Tensor) -> Tensor:
         """The embeddings of draft tokens [...] as heads read them [..., D]."""
-        found: Tensor = target.embedding(tokens)
-        return found if self.config.embeddings == "raw" else F.rms_norm(found, found.shape[-1:], eps=1e-9)
+        embedded: Tensor = target.embedding(tokens)
+        return embedded if self.config.embeddings == "raw" else F.rms_norm(embedded, embedded.shape[-1:], eps=1e-9)
 
     def prefix(self, target: Decoder, hidden_BTD: Tensor) -> Tensor:
         """The states that the heads read [B, T, D]: the prefix layer's, or the target's without one."""
@@ -86,11 +86,11 @@ class HydraModule(DraftHeads):
     def predicted(self, target: Decoder, states_MD: Tensor, path_MK: Tensor) -> Tensor:
         """The heads' states [M, K, D], given the true tokens on the path to each prediction."""
         path_MKD = self.embed(target, path_MK)
-        found = [
+        outputs = [
             self.states(k, states_MD[None], path_MKD[None, :, : k + 1].flatten(2))[0]
             for k in range(self.config.num_heads)
         ]
-        return torch.stack(found, dim=1)
+        return torch.stack(outputs, dim=1)
 
 
 class Memory:
@@ -151,7 +151,7 @@ class PrefixLayer:
         cos, sin = (turn.to(x_1MD.dtype) for turn in self.target.rope()(positions[None], longest))
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found, first = [], 0
+            outputs, first = [], 0
             for memory, n in zip(memories, counts, strict=True):
                 rows = slice(first, first + n)
                 keys, values = memory.append(k[0, rows].to(x_1MD.dtype), v[0, rows].to(x_1MD.dtype))
@@ -162,9 +162,9 @@ class PrefixLayer:
                     groups = config.num_heads // config.num_kv_heads
                     bias = torch.zeros(future.shape, dtype=x_1MD.dtype, device=device)
                     bias = bias.masked_fill(future, float("-inf")).repeat(groups, 1)[None, None]
-                found.append(attention(config, q[:, rows].to(x_1MD.dtype), keys[None], values[None], bias))
+                outputs.append(attention(config, q[:, rows].to(x_1MD.dtype), keys[None], values[None], bias))
                 first += n
-            return torch.cat(found, dim=1)
+            return torch.cat(outputs, dim=1)
 
         read: Tensor = self.layer(x_1MD, cos, sin, attend)
         for memory in memories:

@@ -184,9 +184,9 @@ def merged(runs: Sequence[tuple[Keys, Counts]], block: int) -> Iterator[tuple[Ke
 def _merge(runs: Sequence[Path], out: Path, block: int) -> int:
     """Merge runs into one, delete them, and return its length."""
     out.mkdir()
-    found = [(_opened(run, "keys"), _opened(run, "counts")) for run in runs]
+    tables = [(_opened(run, "keys"), _opened(run, "counts")) for run in runs]
     with ArrayWriter(out, "keys", "<u8") as keys_out, ArrayWriter(out, "counts", "<i8") as counts_out:
-        for keys, counts in merged(found, block):
+        for keys, counts in merged(tables, block):
             keys_out.append(keys)
             counts_out.append(counts)
     for run in runs:
@@ -197,10 +197,10 @@ def _merge(runs: Sequence[Path], out: Path, block: int) -> int:
 # --- Katz -----------------------------------------------------------------------------------------------------------
 def _counts_of_counts(counts: Counts, block: int) -> list[int]:
     """Numbers of n-grams that occur 1, 2, ... KATZ + 1 times."""
-    found = np.zeros(KATZ + 2, np.int64)
+    totals = np.zeros(KATZ + 2, np.int64)
     for first in range(0, len(counts), block):
-        found += np.bincount(np.minimum(counts[first : first + block], KATZ + 2), minlength=KATZ + 3)[: KATZ + 2]
-    return [int(n) for n in found[1:]]
+        totals += np.bincount(np.minimum(counts[first : first + block], KATZ + 2), minlength=KATZ + 3)[: KATZ + 2]
+    return [int(n) for n in totals[1:]]
 
 
 def discounts(n: Sequence[int]) -> NDArray[np.float64]:

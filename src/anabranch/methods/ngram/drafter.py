@@ -69,9 +69,9 @@ class NGramDrafter(Drafter):
         def children(node: Node) -> Sequence[Child]:
             if draws is None:
                 return self.model.best(node.state, count)
-            if not (found := self.model.best(node.state, DRAWN)):
+            if not (candidates := self.model.best(node.state, DRAWN)):
                 return []
-            words, probs, after = zip(*found, strict=True)
+            words, probs, after = zip(*candidates, strict=True)
             log_probs = draws(node.depth, words, probs)
             best = np.argsort(-log_probs, kind="stable")[:count].tolist()
             return [(words[i], float(log_probs[i]), after[i]) for i in best]

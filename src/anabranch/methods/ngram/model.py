@@ -78,8 +78,8 @@ class NGramModel:
         total = row.sum()
         if not (np.isfinite(total) and total > 0):
             return np.full(self.vocab_size, 1 / self.vocab_size, np.float32)
-        found: NDArray[np.float32] = (row / total).astype(np.float32)
-        return found
+        shares: NDArray[np.float32] = (row / total).astype(np.float32)
+        return shares
 
     def _best(self, context: Context, count: int) -> tuple[Successor, ...]:
         """The most probable successors of a context, at most ``count``, most probable first.
@@ -87,7 +87,7 @@ class NGramModel:
         A context with many successors of its own is not backed off.
         """
         u, v = context
-        found: dict[int, float] = {}
+        prob_of: dict[int, float] = {}
         weight = 1.0
         for order in range(self.order, 1, -1):
             seen = self._seen3(u, v, count) if order == 3 else self._seen2(v, count)
@@ -95,14 +95,14 @@ class NGramModel:
                 continue
             tokens, probs, alpha = seen
             for token, prob in zip(tokens.tolist(), probs.tolist(), strict=True):
-                found.setdefault(token, weight * prob)
+                prob_of.setdefault(token, weight * prob)
             weight *= alpha
             if len(tokens) >= ENOUGH * count:
                 break
         else:
             for token, prob in self._base[: ENOUGH * count]:
-                found.setdefault(token, weight * prob)
-        order_of = sorted(((p, -w) for w, p in found.items() if 0.0 < p < math.inf), reverse=True)[:count]
+                prob_of.setdefault(token, weight * prob)
+        order_of = sorted(((p, -w) for w, p in prob_of.items() if 0.0 < p < math.inf), reverse=True)[:count]
         return tuple((-w, min(0.0, math.log(p)), (v, -w)) for p, w in order_of)
 
     def _seen2(self, v: int, count: int = 0) -> tuple[NDArray[np.int64], NDArray[np.float64], float] | None:
@@ -156,25 +156,25 @@ class NGramModel:
 
 def _checked(tables: OpenTables) -> dict[str, NDArray[Any]]:
     """The arrays, of the types and lengths that belong together. Raises FileError."""
-    found, size = tables.arrays, tables.vocab_size
-    if {name: found[name].dtype.str for name in found} != ARRAYS:
+    arrays, size = tables.arrays, tables.vocab_size
+    if {name: arrays[name].dtype.str for name in arrays} != ARRAYS:
         raise FileError("the tables lack an array of an n-gram model, or have one of another type; build them again")
-    n2, n3 = len(found["tokens2"]), len(found["tokens3"])
+    n2, n3 = len(arrays["tokens2"]), len(arrays["tokens3"])
     wanted = {"unigram": size, "starts2": size + 1, "norm2": size, "alpha2": size, "starts3": n2 + 1, "counts3": n3}
     wanted |= dict.fromkeys(("counts2", "best2", "norm3", "alpha3"), n2)
     for name, length in wanted.items():
-        if len(found[name]) != length:
+        if len(arrays[name]) != length:
             raise FileError(
-                f"the array {name!r} of the n-gram model has {len(found[name]):,} entries where {length:,} belong; "
+                f"the array {name!r} of the n-gram model has {len(arrays[name]):,} entries where {length:,} belong; "
                 "build the tables again"
             )
-    return found
+    return arrays
 
 
 def _discounts(tables: OpenTables) -> list[NDArray[np.float64]]:
     stated = tables.facts.get("discounts")
-    found = [stated.get(str(n)) if isinstance(stated, dict) else None for n in (2, 3)]
-    for factors in found:
+    each = [stated.get(str(n)) if isinstance(stated, dict) else None for n in (2, 3)]
+    for factors in each:
         if not isinstance(factors, list) or len(factors) < 2 or not all(is_number(f, 0, 1) for f in factors):
             raise FileError("the tables of the n-gram model state no discounts from 0 to 1; build them again")
-    return [np.array(factors, np.float64) for factors in found]
+    return [np.array(factors, np.float64) for factors in each]

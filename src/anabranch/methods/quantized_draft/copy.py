@@ -74,7 +74,7 @@ class QuantizedCopy:
 
     @staticmethod
     def fits(target: Decoder) -> bool:
-        """Whether the native kernels run bf16 weights; a 4-bit copy of other weights would read no fewer bytes."""
+        """Return whether the native kernels run bf16 weights; a 4-bit copy of others would read no fewer bytes."""
         stack = stack_of(target.backend)
         dense = target.config.experts is None
         return dense and stack is not None and stack.kind == "bfloat16" and target.rider is None
@@ -128,9 +128,9 @@ class QuantizedCopy:
         while True:
             node = path[-1]
             drafted = self._following.nodes(hidden_ND[node : node + 1], row.latest, row.words, row.noise_ahead(1))
-            above, found = row.log_probs[-1] if row.log_probs else 0.0, len(drafted.tokens) > 1
-            row.latest = drafted.tokens.item(1) if found else row.latest
-            row.log_probs.append(above + (drafted.log_probs.item(1) if found else OVERFLOWED))
+            above, drafts = row.log_probs[-1] if row.log_probs else 0.0, len(drafted.tokens) > 1
+            row.latest = drafted.tokens.item(1) if drafts else row.latest
+            row.log_probs.append(above + (drafted.log_probs.item(1) if drafts else OVERFLOWED))
             row.tokens.append(row.latest)
             same = [child for child in tree.children(node) if tree.tokens[child] == row.latest]
             if not same or len(row.tokens) >= most:

@@ -12,7 +12,7 @@ from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.quantized_draft.copy import COPY, QuantizedCopy
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
-from anabranch.methods.quantized_draft.lead import LedStreamDrafter
+from anabranch.methods.quantized_draft.lead import LeadStreamDrafter
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.entry import METHOD as STREAMS
 from anabranch.methods.streams.entry import TRAINED
@@ -39,7 +39,7 @@ class QuantizedSettings(Settings):
 
     @property
     def adaptive(self) -> bool:
-        """Whether ``tokens=auto``."""
+        """Return whether ``tokens=auto``."""
         return self.tokens == "auto"
 
 
@@ -52,11 +52,11 @@ def _before_streams(
     target: Decoder, settings: QuantizedSettings, streams: StreamSettings, module: nn.Module | None
 ) -> Drafter:
     tokens = None if settings.adaptive else int(settings.tokens)
-    return LedStreamDrafter(target, TRAINED.require(module, STREAMS.name), streams, tokens=tokens)
+    return LeadStreamDrafter(target, TRAINED.require(module, STREAMS.name), streams, tokens=tokens)
 
 
 def _pays(target: Decoder, streams: Any, module: Any) -> bool:
-    """Whether "auto" puts a copy in front of these streams."""
+    """Return whether "auto" puts a copy in front of these streams."""
     if not QuantizedCopy.fits(target):
         return False
     try:

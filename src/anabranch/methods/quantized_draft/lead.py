@@ -29,7 +29,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
-__all__ = ["LEAD_ROWS", "LeadCopy", "LedStreamDrafter", "led_tree"]
+__all__ = ["LEAD_ROWS", "LeadCopy", "LeadStreamDrafter", "tree_behind"]
 
 TREE = 4  # nodes that a pass of the copy verifies
 # Tokens that the copy drafts where their number is not given, and the most rows that it then drafts for: a pass of the
@@ -68,14 +68,14 @@ class LeadCopy(QuantizedCopy):
 
 
 @dataclass
-class _Led(StreamState):
+class _LeadState(StreamState):
     """The state of a row, with the tokens that the copy drafted after the root, and their joint log probabilities."""
 
     lead: Sequence[int] = ()
     log_probs: Sequence[float] = ()
 
 
-class LedStreamDrafter(StreamDrafter):
+class LeadStreamDrafter(StreamDrafter):
     """Streams that trail what a 4-bit copy of the target drafts first.
 
     tokens  that the copy drafts, or a few more, since one of its passes may bring several; None: ``AUTO_LEAD`` where at
@@ -112,29 +112,29 @@ class LedStreamDrafter(StreamDrafter):
 
     def join(self, row: Row) -> None:
         """A new row has no stream states before its first step."""
-        row.state[self] = _Led(self.tree.row())
+        row.state[self] = _LeadState(self.tree.row())
 
-    def _led(self, row: Row) -> _Led:
-        state: _Led = row.state[self]
+    def _lead(self, row: Row) -> _LeadState:
+        state: _LeadState = row.state[self]
         return state
 
     def _known(self, row: Row) -> bool:
-        return super()._known(row) or bool(self._led(row).lead)
+        return super()._known(row) or bool(self._lead(row).lead)
 
     def _forget(self, row: Row) -> None:
-        row.state[self] = _Led(self._led(row).words)
+        row.state[self] = _LeadState(self._lead(row).words)
 
     def _matching(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees of the copy's chain followed by the streams' tree, which gets the remaining nodes."""
-        left = [min(budget, self.max_nodes) - len(self._led(row).lead) for row in rows]
-        found = [DraftTree.root(row.root) for row in rows]
+        left = [min(budget, self.max_nodes) - len(self._lead(row).lead) for row in rows]
+        all_trees = [DraftTree.root(row.root) for row in rows]
         for nodes in sorted(set(left)):
             places = [b for b, most in enumerate(left) if most == nodes]
-            trees = self._below([rows[b] for b in places], nodes, [self._led(rows[b]).lead for b in places])
+            trees = self._below([rows[b] for b in places], nodes, [self._lead(rows[b]).lead for b in places])
             for b, tree in zip(places, trees, strict=True):
-                state = self._led(rows[b])
-                found[b] = led_tree(rows[b].root, state.lead, state.log_probs, tree)
-        return found
+                state = self._lead(rows[b])
+                all_trees[b] = tree_behind(rows[b].root, state.lead, state.log_probs, tree)
+        return all_trees
 
     def _prepare(
         self,
@@ -149,7 +149,7 @@ class LedStreamDrafter(StreamDrafter):
         leads = seen.lead and len(rows) <= self.traits.lead_rows
         budget, count = min(seen.budget, self.max_nodes), self.tokens if leads else 0
         most = min(budget - 1, self._longest) if count else 0
-        led = [
+        copied = [
             Copied(
                 *(row, slot, row.root, main_MD, node),
                 words=self._words(row),
@@ -158,19 +158,19 @@ class LedStreamDrafter(StreamDrafter):
             for row, slot, node in zip(rows, slots, nodes, strict=True)
         ]
         if most:
-            self.copy.run(led, seen.cache, min(count, most), most)
-        for row, lead in zip(rows, led, strict=True):
-            state = self._led(row)
+            self.copy.run(copied, seen.cache, min(count, most), most)
+        for row, lead in zip(rows, copied, strict=True):
+            state = self._lead(row)
             state.lead, state.log_probs = lead.tokens, lead.log_probs
-        for left in sorted({budget - len(lead.tokens) for lead in led}):
+        for left in sorted({budget - len(lead.tokens) for lead in copied}):
             if left >= 2:
-                same = [i for i, lead in enumerate(led) if budget - len(lead.tokens) == left]
-                states = trailing(native, [led[i] for i in same], seen.cache, self._streams_of(left))
+                same = [i for i, lead in enumerate(copied) if budget - len(lead.tokens) == left]
+                states = trailing(native, [copied[i] for i in same], seen.cache, self._streams_of(left))
                 for i, states_SD in zip(same, states, strict=True):
-                    self._led(rows[i]).states_SD = states_SD
+                    self._lead(rows[i]).states_SD = states_SD
 
 
-def led_tree(root: int, lead: Sequence[int], log_probs: Sequence[float], tree: DraftTree) -> DraftTree:
+def tree_behind(root: int, lead: Sequence[int], log_probs: Sequence[float], tree: DraftTree) -> DraftTree:
     """The tree of a row from the one below what the copy drafted.
 
     lead 7 8, tree 8 +-- 1 -- 2         root 5 -- 7 -- 8 +-- 1 -- 2

@@ -58,16 +58,16 @@ class Datastore:
         If a sequence occurs, so do its suffixes: a binary search over lengths, beginning with a typical one.
         """
         low, high = 0, min(most, len(context), WIDTH)
-        found = (0, 0)
+        span = (0, 0)
         length = min(USUAL, high)
         while low < high:
             here = self.find(context[len(context) - length :])
             if here[0] < here[1]:
-                low, found = length, here
+                low, span = length, here
             else:
                 high = length - 1
             length = (low + high + 1) // 2
-        return (low, *found) if low else (0, 0, 0)
+        return (low, *span) if low else (0, 0, 0)
 
     def following(self, low: int, high: int, skip: int, depth: int, most: int) -> list[list[int]]:
         """Continuations of up to ``depth`` tokens after the first ``skip`` tokens of the suffixes of a range.

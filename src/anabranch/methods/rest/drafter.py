@@ -67,8 +67,8 @@ class RestDrafter(Drafter):
         state = self._retrieve(row.tokens[-self.ngram :], depth)
         draws = None if row.sampling.greedy else Draws(row, depth)
 
-        def children(asked: list[Node]) -> list[list[Child]]:
-            return [_children(node.state, state[1], draws) for node in asked]
+        def children(frontier: list[Node]) -> list[list[Child]]:
+            return [_children(node.state, state[1], draws) for node in frontier]
 
         (tree,) = grow([Growth(row.root, Form(nodes, depth), state=state)], children, lambda node: self.name)
         return tree
@@ -76,7 +76,7 @@ class RestDrafter(Drafter):
     def _retrieve(self, context: Sequence[int], depth: int) -> State:
         """Weighted continuations of the longest match and of shorter ones."""
         length, low, high = self.store.longest(context, self.ngram)
-        found: list[tuple[float, list[int]]] = []
+        weighted: list[tuple[float, list[int]]] = []
         left, here = 1.0, length
         for _ in range(LEVELS):
             if not here or left < LEFT:
@@ -84,11 +84,11 @@ class RestDrafter(Drafter):
             texts = [t for t in self.store.following(low, high, here, depth, self.matches) if t]
             if texts:
                 confidence = left * _confidence(len(texts), len({text[0] for text in texts}), here)
-                found += [(confidence / len(texts), text) for text in texts]
+                weighted += [(confidence / len(texts), text) for text in texts]
                 left -= confidence
             here = (here + 1) // 2 if here > 1 else 0
             low, high = self.store.find(context[len(context) - here :]) if here else (0, 0)
-        return found, length
+        return weighted, length
 
 
 def _confidence(count: int, distinct: int, matched: int) -> float:
@@ -113,8 +113,8 @@ def _children(state: State, first: int, draws: Draws | None) -> list[Child]:
     if matched > first:
         total = sum(weight for weight, _ in continuations)
         scale = _confidence(len(continuations), len(rest), matched) / total
-    found = {token: math.log(min(1.0, weight * scale)) for token, weight in weights.items()}
-    if draws is not None and found:
-        found = dict(zip(found, draws(matched - first, list(found), list(found.values())).tolist(), strict=True))
-    order = sorted(found, key=lambda token: (-found[token], token))
-    return [(token, found[token], (rest[token], matched + 1)) for token in order]
+    scores = {token: math.log(min(1.0, weight * scale)) for token, weight in weights.items()}
+    if draws is not None and scores:
+        scores = dict(zip(scores, draws(matched - first, list(scores), list(scores.values())).tolist(), strict=True))
+    order = sorted(scores, key=lambda token: (-scores[token], token))
+    return [(token, scores[token], (rest[token], matched + 1)) for token in order]

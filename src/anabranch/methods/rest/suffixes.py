@@ -70,7 +70,7 @@ def _write_text(
 ) -> tuple[int, int, NDArray[np.int64]]:
     """Write the text; returns the number of tokens, that with separators, and the counts [V] of the tokens."""
     firsts = np.zeros(vocab_size, np.int64)
-    count = told = 0
+    count = reported = 0
     separator = np.array([vocab_size])
     with ArrayWriter(folder, "text", text_type(vocab_size)) as out:
         for document in documents:
@@ -84,8 +84,8 @@ def _write_text(
             out.append(document)
             out.append(separator)
             count += len(document)
-            if count - told >= 1 << 22:
-                told = count
+            if count - reported >= 1 << 22:
+                reported = count
                 report(f"{count:,} tokens read")
     if not count:
         raise InputError("there are no tokens to store; give a longer text")
@@ -107,9 +107,9 @@ class _Text:
     def at(self, places: Places) -> NDArray[np.uint64]:
         """The tokens at some places."""
         inside = places < len(self.tokens)
-        found = self.tokens[np.where(inside, places, 0)].astype(np.uint64)
-        found[~inside] = self.separator
-        return found
+        tokens = self.tokens[np.where(inside, places, 0)].astype(np.uint64)
+        tokens[~inside] = self.separator
+        return tokens
 
 
 def _groups(text: _Text, prefix: tuple[int, ...], counts: NDArray[np.int64], room: int) -> Iterator[Places]:

@@ -284,7 +284,7 @@ class StreamModule(TrainedModule):
 
     @property
     def initial_embeddings(self) -> Tensor | None:
-        """What tells streams apart when they start [S, D]; None: nothing is added."""
+        """The vectors added to the streams' start states [S, D]; None: nothing is added."""
         return self.embeddings
 
     def layer(self, index: int) -> StreamLayer:

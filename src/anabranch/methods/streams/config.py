@@ -102,6 +102,6 @@ class StreamConfig(Shape):
 
     @property
     def bare(self) -> bool:
-        """Whether streams pass through the target's layers like main rows, from states that their embeddings give."""
+        """Return whether streams pass through the layers like main rows, from states that their embeddings give."""
         own = (self.adapter_rank, self.attention_rank, self.mlp_rank, self.init_rank, self.context_top, self.root_width)
         return not any(own) and self.position == "embedding"

@@ -40,13 +40,13 @@ def continuations(text: Sequence[int], path: Sequence[int]) -> tuple[int, dict[i
     (2, {4: 0.5, 3: 0.5})
     """
     ends = [*text[-LONGEST:], *path][-LONGEST:]
-    longest, found = 0, list[int]()
+    longest, copied = 0, list[int]()
     for at in range(len(text) - 2, -1, -1):
         length = 0
         while length < min(len(ends), at + 1) and text[at - length] == ends[-1 - length]:
             length += 1
         if length > longest:
-            longest, found = length, []
-        if length and length == longest and len(found) < MOST:
-            found.append(text[at + 1])
-    return longest, {token: found.count(token) / len(found) for token in dict.fromkeys(found)}
+            longest, copied = length, []
+        if length and length == longest and len(copied) < MOST:
+            copied.append(text[at + 1])
+    return longest, {token: copied.count(token) / len(copied) for token in dict.fromkeys(copied)}

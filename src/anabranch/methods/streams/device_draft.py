@@ -100,8 +100,8 @@ class DeviceDraft:
             hidden, z = self._conditioned(states_BSD, d, frontier, carried, parents, first)
             scores = ops.product(hidden, head.weight, None, *NO_NORM, 0, 0, None)
             own = ops.own_scores(hidden, draft.target.head.weight, ids_BX, counts_B)
-            found = ops.best(scores, own, head.vocabulary, ids_BX, children)
-            ops.level(*found, frontiers[d], at, start, count, tokens_BT, joint_BT, parents_BT)
+            best = ops.best(scores, own, head.vocabulary, ids_BX, children)
+            ops.level(*best, frontiers[d], at, start, count, tokens_BT, joint_BT, parents_BT)
             following = slice(start, start + frontiers[d + 1])
             frontier, parents, carried = tokens_BT[:, following], parents_BT[:, following], z
         tree: Tensor = ops.select(

@@ -198,16 +198,16 @@ class StreamDraft:
         own = () if words.own_BXD is None or words.offset_B1X is None else (words.own_BXD, words.offset_B1X)
 
         def compute(states_BSD: Tensor, roots_B: Tensor, ids_BV: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-            told = replace(words, ids_BV=ids_BV)
+            row_words = replace(words, ids_BV=ids_BV)
             if own:
-                told.own_BXD, told.offset_B1X = more[: len(own)]
-            levels = self._grow(states_BSD, roots_B, told, Drawn(*more[len(own) :]) if drawn is not None else None)
+                row_words.own_BXD, row_words.offset_B1X = more[: len(own)]
+            levels = self._grow(states_BSD, roots_B, row_words, Drawn(*more[len(own) :]) if drawn is not None else None)
             return tuple(part for level in levels for part in (level.tokens, level.joint, level.parents))
 
         key = (words.ids_BV.shape, drawn is not None)
         inputs = (states_BSD, roots_B, words.ids_BV, *own, *(drawn or ()))
-        found = self.graphs.run(self.target.backend.capture, key, compute, inputs, states_BSD.device)
-        return [Level(*found[i : i + 3]) for i in range(0, len(found), 3)]
+        results = self.graphs.run(self.target.backend.capture, key, compute, inputs, states_BSD.device)
+        return [Level(*results[i : i + 3]) for i in range(0, len(results), 3)]
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         settings = self.settings

@@ -174,22 +174,22 @@ class StreamDrafter(Drafter):
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Trees from the stream states of the last step; only the root for rows that have none yet."""
-        found: dict[int, DraftTree] = {}
+        trees_of: dict[int, DraftTree] = {}
         known = [b for b, row in enumerate(rows) if budget > 1 and row.max_depth > 0 and self._known(row)]
         matching = [b for b in known if rows[b].rule == "match"]
         trees = self._matching([rows[b] for b in matching], budget) if matching else []
         for b, tree in zip(matching, trees, strict=True):
             limit = min(rows[b].max_depth, budget - 1)  # deeper than most trees have nodes
             whole = tree.size <= 1 + limit or tree.max_depth <= limit
-            found[b] = tree if whole else tree.select((tree.depths <= limit).nonzero()[0])
+            trees_of[b] = tree if whole else tree.select((tree.depths <= limit).nonzero()[0])
         for b in known:
             row, states_SD = rows[b], self._state(rows[b]).states_SD
             if row.rule == "rejection" and states_SD is not None:
                 noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
-                found[b] = self.tree.sample(
+                trees_of[b] = self.tree.sample(
                     states_SD, row.root, row.sampling, noise, depth=row.max_depth, row=self._words(row)
                 )
-        return [found[b] if b in found else DraftTree.root(row.root) for b, row in enumerate(rows)]
+        return [trees_of[b] if b in trees_of else DraftTree.root(row.root) for b, row in enumerate(rows)]
 
     def draft_on_device(self, rows: Sequence[Row], budget: int, lengths: Sequence[int]) -> DeviceTrees | None:
         """Trees of a fixed number of nodes, for rows whose drafts are whole."""
@@ -205,7 +205,7 @@ class StreamDrafter(Drafter):
         return growing(states, [row.root for row in rows], lengths, [self._words(row) for row in rows])
 
     def _known(self, row: Row) -> bool:
-        """Whether a draft is prepared for a row."""
+        """Return whether a draft is prepared for a row."""
         return self._state(row).states_SD is not None
 
     def _matching(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:

@@ -58,7 +58,7 @@ def _describe(config: StreamConfig) -> str:
 
 
 def _packed(recipe: Recipe) -> bool:
-    """Whether the target may be packed: its weights are neither tuned, nor rounded with those of streams."""
+    """Return whether the target may be packed: its weights are neither tuned, nor rounded with those of streams."""
     return recipe.config.mode == "lossless" and not recipe.loss.rounding
 
 

@@ -37,7 +37,7 @@ class FusedTrail:
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamModule) -> bool:
-        """Whether streams of this adapter can trail this target so, and memory suffices."""
+        """Return whether streams of this adapter can trail this target so, and memory suffices."""
         config, shape = target.config, adapter.shape
         if target.backend.capture is None or not trusted(target.device) or not fits(target):
             return False

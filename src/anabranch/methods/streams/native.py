@@ -114,7 +114,7 @@ class NativeTrail:
 
     @staticmethod
     def fits(target: Decoder, adapter: StreamModule) -> bool:
-        """Whether the kernels run this target and know this adapter's attention."""
+        """Return whether the kernels run this target and know this adapter's attention."""
         return target.backend.kernels is not None and adapter.shape.position == "embedding"
 
     def run(

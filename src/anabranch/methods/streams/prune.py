@@ -62,8 +62,8 @@ def prune_nodes(
     lost[:, 0] = False
     lost = lost | (tree & (steps < least)[:, None]).any(-1)
     # float64, so that a child's sum never rounds above its parent's
-    worth = (tree.double() @ steps.double()[:, :, None])[:, :, 0].masked_fill(lost, float("-inf"))
-    order = worth.sort(dim=-1, descending=True, stable=True).indices
+    log_scores = (tree.double() @ steps.double()[:, :, None])[:, :, 0].masked_fill(lost, float("-inf"))
+    order = log_scores.sort(dim=-1, descending=True, stable=True).indices
     width = keep or order.shape[1]
     counts = (~lost).sum(-1).clamp(max=width)
     chosen = order[:, : int(counts.max())]

@@ -29,7 +29,7 @@ def counter(device: torch.device) -> Tensor:
 
 
 def shares_of(blocks: int, steps: int) -> int:
-    """How many programs share a block, if there are so many, of so many steps each."""
+    """The number of programs that share a block, if there are so many, of so many steps each."""
     shares = 1
     while shares < 16 and blocks * shares < FILL and steps >= 4 * shares:
         shares *= 2

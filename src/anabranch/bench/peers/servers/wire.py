@@ -44,13 +44,13 @@ class Times:
 
 def versions(*projects: str) -> dict[str, str]:
     """The versions of installed projects and of Python."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for project in projects:
         try:
-            found[project] = version(project)
+            installed[project] = version(project)
         except PackageNotFoundError:
-            found[project] = "not installed"
-    return found
+            installed[project] = "not installed"
+    return installed
 
 
 def serve(load: Callable[[Request], Engine]) -> None:
