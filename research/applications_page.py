@@ -6,27 +6,20 @@ python research/applications_page.py --check    # write nothing; exit 1 and name
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
 from anabranch.bench.cells import CALL_TITLES, call_cells, percent, quartiles_cell, signed_percent
 from benchmark_tables import machine_line, table
-from generated import ROOT, write_or_check
+from generated import ROOT, Result, between, results, write_or_check
 
-BENCHMARKS, PAGE = ROOT / "benchmarks", "docs/applications.md"
+PAGE = "docs/applications.md"
 START, END = "<!-- results: research/applications_page.py -->", "<!-- end of results -->"
 TITLES = {"sql": "Text to SQL", "e2e": "Restaurant descriptions", "dialogsum": "Summaries of dialogues"}
-Result = Mapping[str, Any]
 
 
 def newest() -> dict[str, Result]:
     """The newest result of each task."""
-    found: dict[str, Result] = {}
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(BENCHMARKS.glob("application-*.json"))]
-    for result in sorted(results, key=lambda each: str(each["environment"]["date"])):
-        found[result["task"]["name"]] = result
-    return {name: found[name] for name in (*TITLES, *found) if name in found}
+    by_date = sorted(results("application-*.json").values(), key=lambda each: str(each["environment"]["date"]))
+    latest = {result["task"]["name"]: result for result in by_date}
+    return {name: latest[name] for name in (*TITLES, *latest) if name in latest}
 
 
 def section(name: str, result: Result) -> list[str]:
@@ -99,9 +92,8 @@ def outputs() -> dict[str, str]:
     """The page, with its results part as the newest results say."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     lines = [line for name, result in newest().items() for line in section(name, result)]
-    before, rest = text.split(START)
-    return {PAGE: before + "\n".join([START, *lines, END]) + rest.split(END)[1]}
+    return {PAGE: between(PAGE, text, (START, END), lines)}
 
 
 if __name__ == "__main__":
-    write_or_check("applications_page.py", (__doc__ or "").split("\n")[0], outputs)
+    write_or_check(__file__, __doc__, outputs)

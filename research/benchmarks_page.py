@@ -6,7 +6,6 @@ python research/benchmarks_page.py --check    # write nothing; exit 1 and name e
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from collections.abc import Mapping
@@ -15,11 +14,10 @@ from typing import Any
 from anabranch.bench.figures import leading
 from bar_chart import Bar, bar_chart
 from benchmark_tables import at_a_time, before_after, certificates, kind_of, machine_line, passes, table, tables_of
-from generated import ROOT, write_or_check
-from targets import LLAMA, TARGETS, Run, newest, ours, over, peer
+from generated import PICTURES, Result, results, write_or_check
+from targets import LLAMA, TARGETS, Run, ours, over, peer, run_of
 
-BENCHMARKS = ROOT / "benchmarks"
-INDEX, PAGES, PICTURES = "docs/benchmarks.md", "docs/benchmarks", "docs/pictures"
+INDEX, PAGES = "docs/benchmarks.md", "docs/benchmarks"
 # all of these processors report the same name, so machines are told apart by the names of the result files
 MACHINES = {
     "epyc-zen5-2cores": "AMD EPYC Zen 5, AVX-512",
@@ -49,13 +47,7 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, k
     ("robustness", "How do damaged files end?", ("Fuzzing",)),
 )
 MERGED = {"Certificates": certificates, "Before and after": before_after, "Passes, before and after": passes}
-Result = Mapping[str, Any]
 Record = Mapping[str, Any]
-
-
-def read_results() -> dict[str, Result]:
-    """Every result file by its name without the suffix."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(BENCHMARKS.glob("*.json"))}
 
 
 def machine_of(stem: str) -> str | None:
@@ -99,13 +91,13 @@ def page_chart(stem: str, result: Result) -> str:
     return bar_chart(title, _caption(machine_of(stem) or stem, result), bars)
 
 
-def page(question: str, kinds: tuple[str, ...], results: Mapping[str, Result]) -> str:
+def page(question: str, kinds: tuple[str, ...], every: Mapping[str, Result]) -> str:
     """The page of one question."""
     lines = [f"# {question}", ""]
     if "Drafters and other engines" in kinds:
         lines += targets_table()
     for kind in kinds:
-        chosen = {stem: result for stem, result in results.items() if kind_of(result) == kind}
+        chosen = {stem: result for stem, result in every.items() if kind_of(result) == kind}
         if not chosen:
             continue
         if len(kinds) > 1:
@@ -129,7 +121,7 @@ def targets_table() -> list[str]:
     rows = []
     for target in TARGETS:
         for suite in SUITES:
-            if (run := newest(target, suite)) is not None:
+            if (run := run_of(target, suite)) is not None:
                 rows += [_target_row(target, run, weights) for weights in ("none", "int4") if has(run, weights)]
     titles = ("target", "weights", "suite", "prompts", "plain, tokens/s", "`auto`, tokens/s", "llama.cpp, tokens/s")
     titles += ("`auto` / plain", "`auto` / plain by prompt (quartiles)", "`auto` / llama.cpp", "result")
@@ -169,14 +161,14 @@ def has(run: Run, weights: str) -> bool:
     }
 
 
-def index(results: Mapping[str, Result]) -> str:
+def index(every: Mapping[str, Result]) -> str:
     """docs/benchmarks.md."""
     rows = []
     for name, question, kinds in QUESTIONS:
-        stems = [stem for stem, result in results.items() if kind_of(result) in kinds]
+        stems = [stem for stem, result in every.items() if kind_of(result) in kinds]
         rows.append((f"[{question}](benchmarks/{name}.md)", ", ".join(f"`{stem}`" for stem in stems)))
-    asked = {kind for _, _, kinds in QUESTIONS for kind in kinds}
-    others = [f"`{stem}`" for stem, result in results.items() if kind_of(result) not in asked]
+    covered = {kind for _, _, kinds in QUESTIONS for kind in kinds}
+    others = [f"`{stem}`" for stem, result in every.items() if kind_of(result) not in covered]
     lines = [
         "# Benchmarks",
         "",
@@ -202,15 +194,11 @@ def charted(result: Result) -> bool:
 
 def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
-    results = read_results()
-    files = {INDEX: index(results)}
-    files |= {f"{PAGES}/{name}.md": page(question, kinds, results) for name, question, kinds in QUESTIONS}
-    return files | {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in results.items() if charted(r)}
-
-
-def main() -> None:
-    write_or_check("benchmarks_page.py", (__doc__ or "").splitlines()[0], outputs)
+    every = results("*.json")
+    files = {INDEX: index(every)}
+    files |= {f"{PAGES}/{name}.md": page(question, kinds, every) for name, question, kinds in QUESTIONS}
+    return files | {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in every.items() if charted(r)}
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(__file__, __doc__, outputs)

@@ -8,16 +8,14 @@ Each part stands between two comments, ``<!-- NAME: research/readme_page.py -->`
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from benchmark_tables import table
-from generated import ROOT, write_or_check
-from targets import LLAMA, Run, machine, newest, ours, over, peer
+from generated import ROOT, Result, between, newest, write_or_check
+from targets import LLAMA, Run, machine, ours, over, peer, run_of
 
-BENCHMARKS, README = ROOT / "benchmarks", "README.md"
+README = "README.md"
 SCRIPT = "research/readme_page.py"
 DEFAULT, LARGE, SMALL = "SmolLM2-135M", "Qwen2.5-Coder-1.5B", "Qwen2.5-Coder-0.5B"
 PEERS = {
@@ -50,14 +48,7 @@ METHODS = {  # name in the comparison -> (name of the drafter, how it drafts, it
     "ngram": ("ngram", "an n-gram model counted from text", "ngram"),
     "rest": ("rest", "retrieval from a datastore of text", "rest"),
 }
-Result = Mapping[str, Any]
 Record = Mapping[str, Any]
-
-
-def compared() -> tuple[str, Result]:
-    """Stem and content of the newest comparison of methods."""
-    found = [(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in BENCHMARKS.glob("methods-*.json")]
-    return max(found, key=lambda each: (each[1]["environment"]["date"], each[0]))
 
 
 def source(stem: str) -> str:
@@ -65,7 +56,7 @@ def source(stem: str) -> str:
 
 
 def _newest(target: str, suite: str = "spec_bench") -> Run:
-    run = newest(target, suite)
+    run = run_of(target, suite)
     assert run is not None, f"benchmarks/ has no result of {target} on {suite} beside llama.cpp"
     return run
 
@@ -123,7 +114,7 @@ def _cells(run: Run) -> dict[str, list[str]]:
 
 def engines() -> list[str]:
     """Every contender on the 1.5B, the fastest first."""
-    suites = [run for suite in ("spec_bench", "humaneval") if (run := newest(LARGE, suite)) is not None]
+    suites = [run for suite in ("spec_bench", "humaneval") if (run := run_of(LARGE, suite)) is not None]
     first = suites[0]
     cells = [_cells(run) for run in suites]
     names = dict.fromkeys(name for found in cells for name in reversed(found))
@@ -199,15 +190,12 @@ def largest(method: Result | None) -> Record | None:
 def outputs() -> dict[str, str]:
     """README.md with its generated parts renewed."""
     text = (ROOT / README).read_text(encoding="utf-8")
-    parts = {"speed": speed(), "methods": methods(*compared()), "engines": engines()}
-    for name, lines in parts.items():
-        first, last = f"<!-- {name}: {SCRIPT} -->", f"<!-- end of {name} -->"
-        if not re.search(f"{first}.*?{last}", text, re.DOTALL):
-            raise SystemExit(f"{README} must contain '{first}' and '{last}' once each, in this order")
-        before, after = text.split(first)[0], text.split(last)[1]
-        text = before + "\n".join([first, *lines, last]) + after
+    compared = newest("methods-*.json")
+    assert compared is not None
+    for name, lines in {"speed": speed(), "methods": methods(*compared), "engines": engines()}.items():
+        text = between(README, text, (f"<!-- {name}: {SCRIPT} -->", f"<!-- end of {name} -->"), lines)
     return {README: text}
 
 
 if __name__ == "__main__":
-    write_or_check(SCRIPT.partition("/")[2], (__doc__ or "").splitlines()[0], outputs)
+    write_or_check(__file__, __doc__, outputs)

@@ -8,22 +8,18 @@ A figure is named after its result and drawn once: delete it to have it drawn ag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from benchmark_tables import machine_line, table
-from generated import ROOT, write_or_check
+from generated import PICTURES, ROOT, Result, newest, write_or_check
 from paper_items import ITEMS
 from studies import STUDIES
 from studies.base import Study
 from studies.draw import draw
 
-BENCHMARKS = ROOT / "benchmarks"
-PAGE, PICTURES = "docs/reproduction.md", "docs/pictures"
+PAGE = "docs/reproduction.md"
 MISSING = "not run yet"
 MOST_ROWS = 14  # of a table beside a chart of the same numbers
-Result = Mapping[str, Any]
 Found = tuple[str, Result]
 
 INTRODUCTION = """# The papers' studies
@@ -41,12 +37,6 @@ their charts and result files.
 *Inconclusive*: our measurement decides nothing. *Needs a GPU*: no smaller form of it says anything.
 """.splitlines()
 STUDIES_TITLE = ("## Studies", "")
-
-
-def newest(study: Study) -> Found | None:
-    """The name and content of the study's newest result, by the date in it."""
-    found = [(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in BENCHMARKS.glob(study.pattern)]
-    return max(found, key=lambda each: (each[1]["environment"]["date"], each[0]), default=None)
 
 
 def index() -> list[str]:
@@ -91,7 +81,7 @@ def section(study: Study, found: Found | None) -> list[str]:
 
 def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
-    results = {study.name: newest(study) for study in STUDIES}
+    results = {study.name: newest(study.pattern) for study in STUDIES}
     lines = [*INTRODUCTION, "", *index(), *STUDIES_TITLE, *summary(results)]
     files: dict[str, str] = {}
     for study in STUDIES:
@@ -104,9 +94,5 @@ def outputs() -> dict[str, str]:
     return {PAGE: "\n".join(lines).rstrip() + "\n", **files}
 
 
-def main() -> None:
-    write_or_check("reproduction_page.py", (__doc__ or "").splitlines()[0], outputs)
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(__file__, __doc__, outputs)

@@ -99,4 +99,4 @@ def outputs() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    write_or_check("settings_page.py", (__doc__ or "").splitlines()[0], outputs)
+    write_or_check(__file__, __doc__, outputs)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from generated import ROOT
+from generated import results
 
-__all__ = ["LLAMA", "TARGETS", "Run", "machine", "newest", "ours", "over", "peer", "runs"]
+__all__ = ["LLAMA", "TARGETS", "Run", "machine", "ours", "over", "peer", "run_of", "runs"]
 
-BENCHMARKS = ROOT / "benchmarks"
 # all of these processors report the same name, so machines are told apart by the names of the result files
 MACHINES = {
     "epyc-zen5-2cores": "AMD EPYC (Zen 5)",
@@ -96,15 +94,15 @@ def over(record: Record, other: Record) -> float:
 def runs(target: str, suite: str) -> Iterator[Run]:
     """All results of a target as it is stored, on a suite, one prompt at a time, beside llama.cpp."""
     begin = TARGETS[target]
-    for path in BENCHMARKS.glob(f"{begin}{suite.replace('_', '-')}-*.json"):
-        run = Run(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    for stem, result in results(f"{begin}{suite.replace('_', '-')}-*.json").items():
+        run = Run(stem, result)
         settings = run.result.get("run", {})
         alone = settings.get("suite") == suite and settings.get("rows", 1) == 1
         if alone and settings["temperature"] == 0 and run.result["complete"] and peer(run, LLAMA) is not None:
             yield run
 
 
-def newest(target: str, suite: str) -> Run | None:
-    """The newest of them, of one day that of the most prompts."""
+def run_of(target: str, suite: str) -> Run | None:
+    """The newest of ``runs``, of one day that of the most prompts."""
     found = list(runs(target, suite))
     return max(found, key=lambda run: (run.result["environment"]["date"], run.prompts, run.stem), default=None)
