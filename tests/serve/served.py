@@ -58,21 +58,31 @@ class Server:
 @contextmanager
 def running(settings: Settings = SETTINGS, *, traces: Any = None, **toy: Any) -> Iterator[Server]:
     """Serve a toy model while the block runs."""
-    with toy_model(**toy) as model, toy_model(**toy) as reference:
-        app = create_app(model, settings, traces=traces)
-        listening = socket.socket()
-        listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
-        thread.start()
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        try:
-            with httpx.Client(base_url=url, timeout=60, transport=httpx.HTTPTransport(retries=50)) as client:
-                yield Server(url, app.state.service, client, reference)
-        finally:
-            server.should_exit = True
-            thread.join()
-            listening.close()
+    with (
+        toy_model(**toy) as model,
+        toy_model(**toy) as reference,
+        serving(model, settings, reference, traces=traces) as server,
+    ):
+        yield server
+
+
+@contextmanager
+def serving(model: Model, settings: Settings, reference: Model, *, traces: Any = None) -> Iterator[Server]:
+    """Serve a model while the block runs."""
+    app = create_app(model, settings, traces=traces)
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    thread.start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=60, transport=httpx.HTTPTransport(retries=50)) as client:
+            yield Server(url, app.state.service, client, reference)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
 
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}

@@ -80,7 +80,9 @@ function pieces(token) {
   return parts;
 }
 
-const source = (svg) => `<?xml version="1.0" encoding="UTF-8"?>\n${new XMLSerializer().serializeToString(svg)}`;
+// characters that a text may have and XML may not
+const FORBIDDEN = /[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu;
+const source = (svg) => new XMLSerializer().serializeToString(svg).replace(FORBIDDEN, "\ufffd");
 
 export const svgFile = (svg) => new Blob([source(svg)], { type: "image/svg+xml" });
 

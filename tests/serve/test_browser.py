@@ -1,0 +1,364 @@
+"""The page in a real Chromium: Debian's, driven by Playwright. The pictures of docs/serving.md come from here:
+
+ANABRANCH_PICTURES=docs/pictures pytest -n 0 -m thorough tests/serve/test_browser.py -k pictures
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from served import SETTINGS, Server, running, serving
+
+from anabranch.analysis.trace import TraceWriter, read_trace
+from anabranch.api import Model
+from anabranch.serve.worker import Worker
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
+]
+WIDE, NARROW = {"width": 1280, "height": 820}, {"width": 400, "height": 800}
+MESSAGE = "the thing <b>bold</b>"
+HTML = '<img src=x onerror="document.title=1">'
+
+OpenPage = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[OpenPage]:
+    """Opens the page of a server; in the end nothing must have gone wrong in it, nor been loaded from elsewhere."""
+    contexts, wrong, asked = [], list[str](), list[tuple[str, str]]()
+
+    def opened(server: Server, scheme: str = "light", size: Any = WIDE) -> Any:
+        context = browser.new_context(color_scheme=scheme, viewport=size)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("request", lambda request: asked.append((server.url, request.url)))
+        page.goto(server.url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert [text for text in wrong if not text.startswith("Failed to load resource")] == []  # a refusal, or no server
+    assert [url for base, url in asked if not url.startswith((base, "blob:"))] == []
+
+
+def ask(page: Any, text: str = MESSAGE) -> Any:
+    """Send a message and wait for the answer; returns its tokens."""
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Send").wait_for(state="visible")
+    return page.locator("article").last.locator(".text .t")
+
+
+def saved(page: Any, kind: str, where: Path) -> Path:
+    with page.expect_download() as download:
+        page.get_by_role("button", name=kind, exact=True).click()
+    path = where / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+def focused(page: Any) -> str:
+    return str(page.evaluate("document.activeElement.id || document.activeElement.className"))
+
+
+def test_tokens_are_marked_and_show_their_trees(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    tokens = ask(page)
+    expected = server.reference.chat([{"role": "user", "content": MESSAGE}], max_new_tokens=60, temperature=0)
+    shown = page.get_by_role("group", name="Answer 1, tokens").evaluate("node => node.textContent")
+    assert shown[:40] == expected.text[:40]
+    assert page.locator(".question").inner_text() == MESSAGE
+    marks = {name for kind in tokens.evaluate_all("all => all.map(each => each.className)") for name in kind.split()}
+    assert {"own", "m0"} <= marks  # the target's own tokens and those of streams
+    token = page.locator(".text .t.m0").first
+    token.hover()
+    tree = page.get_by_role("group", name="Draft tree").get_by_role("img")
+    assert "drafted tokens accepted" in tree.locator("title").text_content()
+    assert tree.locator(".chosen.accepted").count() == tree.locator(".node.next").count() == 1
+    page.get_by_text("As a table").click()
+    assert page.get_by_role("cell", name="stream 1").first.is_visible()
+    assert page.get_by_role("cell", name="the target's own").count() == 1
+    numbers = page.locator("#numbers").inner_text()
+    steps = int(page.get_by_role("slider").get_attribute("max"))
+    assert f"{len(expected.token_ids)}, {steps}" in numbers or "60" not in numbers
+    page.get_by_role("button", name="Compare with plain decoding").click()
+    page.get_by_text("times plain decoding").wait_for()
+    assert "The texts are the same." in page.locator("#plain").inner_text()
+
+
+def test_nothing_needs_a_mouse(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    assert focused(page) == "prompt"
+    page.keyboard.type("the thing")
+    page.keyboard.press("Enter")
+    page.get_by_text("passes.").wait_for(state="attached")  # the status that screen readers hear
+    page.keyboard.press("Shift+Tab")
+    assert "t " in focused(page)
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    before = page.locator("#step-title").inner_text()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#step-title").inner_text() != before
+    assert "Emitted:" in page.get_by_role("status").inner_text()
+    assert page.locator(".t.picked").count() == 1
+    page.keyboard.press("Escape")
+    assert focused(page) == "prompt"
+    slider = page.get_by_role("slider", name="Step")
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if focused(page) == "slider":
+            break
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#step-title").inner_text().startswith("Step 2 of ")
+    assert "Emitted:" in slider.get_attribute("aria-valuetext")
+    assert page.locator(".t.later").count() > 0
+    for name in ("New chat", "Open trace", "Settings", "Send", "Previous step", "Next step", "SVG", "PNG", "Trace"):
+        assert page.get_by_role("button", name=name, exact=True).count() == 1
+    page.get_by_role("button", name="Settings").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog", name="Settings").get_by_label("Token limit").fill("3")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="New chat").focus()
+    page.keyboard.press("Enter")
+    assert page.get_by_role("heading", name="See where each token came from").is_visible()
+    ask(page, "again")
+    assert "Ended at 3 tokens" in page.locator("article").last.inner_text()
+
+
+def test_texts_of_the_model_are_never_markup(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("JSON Schema").fill(json.dumps({"const": HTML}))
+    page.get_by_role("button", name="Done").click()
+    ask(page, "<br>")
+    text = page.get_by_role("group", name="Answer 1, tokens")
+    assert json.loads(text.evaluate("node => node.textContent")) == HTML
+    assert page.title() == "anabranch"
+    assert page.locator("article img, article br").count() == 0
+    assert text.locator(".t.m4").count() > 0  # forced by the grammar
+    assert "grammar" in page.locator("#legend").inner_text()
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("JSON Schema").fill("{")
+    page.get_by_role("button", name="Done").click()
+    ask(page)
+    assert "is not JSON" in page.get_by_role("alert").inner_text()
+
+
+def test_stop_frees_the_row(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_fast = Worker._pass
+
+    def slow(worker: Worker) -> None:
+        time.sleep(0.2)
+        as_fast(worker)
+
+    monkeypatch.setattr(Worker, "_pass", slow)
+    with running(eos=()) as server:
+        page = open_page(server)
+        page.get_by_role("textbox", name="Message").fill("the thing")
+        page.keyboard.press("Enter")
+        page.locator(".text .t").nth(3).wait_for()
+        assert server.client.get("/slots").json()
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("Stopped.", exact=True).wait_for()
+        limit = time.monotonic() + 10
+        while server.client.get("/slots").json():
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        words = page.locator("article .text").evaluate("node => node.textContent")
+        assert words
+        with page.expect_request("**/chat/completions") as request:  # it is part of the conversation
+            page.get_by_role("textbox", name="Message").fill("go on")
+            page.keyboard.press("Enter")
+        assert [message["content"] for message in request.value.post_data_json["messages"]] == [
+            "the thing",
+            words,
+            "go on",
+        ]
+        page.get_by_role("button", name="New chat").click()
+        assert page.locator("article").count() == 0
+
+
+def test_an_api_key_is_asked_for_and_kept_for_the_tab(open_page: OpenPage) -> None:
+    with running(replace(SETTINGS, api_keys=("secret",))) as server:
+        page = open_page(server)
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.get_by_label("Key").fill("wrong")
+        page.keyboard.press("Enter")
+        page.get_by_text("a valid API key is needed").wait_for()
+        dialog.get_by_label("Key").fill("secret")
+        page.keyboard.press("Enter")
+        page.get_by_text("tokens of context").wait_for()
+        assert ask(page).count() > 0
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        assert page.evaluate("Object.values({...sessionStorage})") == ["secret"]
+
+
+def test_errors_are_said_and_can_be_tried_again(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    ask(page, "long " * 100)
+    assert "the model's context is 96" in page.get_by_role("alert").inner_text()
+    page.context.set_offline(True)
+    ask(page, "the thing")
+    assert "server does not answer" in page.get_by_role("alert").last.inner_text()
+    page.context.set_offline(False)
+    page.get_by_role("button", name="Try again").last.click()
+    page.locator(".text .t").first.wait_for()
+    assert page.get_by_role("alert").count() == 1
+
+
+def recorded(model: Model, path: Path, prompts: tuple[str, ...]) -> list[str]:
+    """Record a trace of several sequences; returns their texts."""
+    texts = []
+    with TraceWriter(path, settings={"model": "other", "drafter": "streams"}) as writer:
+        for prompt in prompts:
+            with closing(model.stream(prompt, max_new_tokens=30, temperature=0.0)) as chunks:
+                for chunk in chunks:
+                    writer.add(chunk.step, len(chunk.token_ids))
+            texts.append(chunk.result.text)
+    return texts
+
+
+def test_a_recorded_trace_is_stepped_through(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
+    path = tmp_path / "recorded.jsonl"
+    texts = recorded(server.reference, path, ("the thing", "a river"))
+    page = open_page(server)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Open trace").click()
+    chooser.value.set_files(path)
+    text = page.get_by_role("group", name="Trace, tokens")
+    text.wait_for()
+    assert text.evaluate("node => node.textContent").strip("\ufffd") == texts[0].strip("\ufffd")
+    assert "Recorded with other, drafter streams." in page.locator(".trace .note").inner_text()
+    assert focused(page) == "slider"
+    rows = read_trace(path).rows()
+    assert page.locator("#step-title").inner_text() == f"Step 1 of {len(rows[0].records)}"
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("button", name="Next step").click()
+    assert page.locator("#step-title").inner_text().startswith("Step 3 of")
+    assert page.locator("#tree .node").count() == rows[0].records[2].tree.size + 1
+    page.get_by_label("Sequence").select_option(index=1)
+    assert text.evaluate("node => node.textContent").strip("\ufffd") == texts[1].strip("\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is not a trace"),
+        ("[1]\n", "is not a trace"),
+        ('{"trace": 1}\n', "is of version 1"),
+        ('{"trace": 2, "rule": "match", "every_position": false, "settings": {}}\n', "has no steps"),
+        ('{"trace": 2, "settings": {}}\n{"row": 0, "tokens": [1], "path": [3]}\n{}\n', "line 2 of"),
+        ('{"trace": 2, "settings": {}}\nno\n{}\n', "line 2 of"),
+    ],
+)
+def test_other_files_are_refused(server: Server, open_page: OpenPage, tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text(content)
+    page = open_page(server)
+    page.locator("#file").set_input_files(path)
+    assert said in page.get_by_role("alert").inner_text()
+
+
+def test_pictures_and_traces_are_saved(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(server, "dark")
+    tokens = ask(page)
+    svg = saved(page, "SVG", tmp_path).read_text(encoding="utf-8")
+    assert "stream" in svg
+    assert "class=" not in svg.replace('class="line', "")
+    assert "color(" not in svg
+    ElementTree.fromstring(svg)
+    assert saved(page, "PNG", tmp_path).read_bytes().startswith(b"\x89PNG")
+    text = "".join(tokens.all_text_contents())
+    trace = saved(page, "Trace", tmp_path)
+    (row,) = read_trace(trace).rows()
+    assert len(row.records) == int(page.get_by_role("slider").get_attribute("max"))
+    page.locator("#file").set_input_files(trace)
+    again = page.get_by_role("group", name="Trace, tokens")
+    again.wait_for()
+    assert again.evaluate("node => node.textContent").strip("\ufffd") == text.strip("\ufffd")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_it_is_accessible(server: Server, open_page: OpenPage, scheme: str, size: Any) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+    page = open_page(server, scheme, size)
+    page.get_by_text("tokens of context").wait_for()
+
+    def check() -> None:
+        results = axe.Axe().run(page)
+        found = [(each["id"], node["html"]) for each in results.response["violations"] for node in each["nodes"]]
+        assert found == []
+
+    check()
+    ask(page)
+    page.locator(".text .t.m0").first.hover()
+    check()
+    page.get_by_role("button", name="Settings").click()
+    check()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.default_model
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures_of_the_documentation(open_page: OpenPage, tmp_path: Path, scheme: str) -> None:
+    """The default model's answer, at a step with accepted and rejected drafts."""
+    import anabranch
+
+    where = Path(os.environ.get("ANABRANCH_PICTURES", tmp_path))
+    with anabranch.load("default") as model, serving(model, SETTINGS, model) as server:
+        page = open_page(server, scheme, {"width": 1280, "height": 900})
+        ask(page, "Name three rivers in Europe and describe each in one sentence.")
+        page.get_by_role("button", name="Compare with plain decoding").click()
+        page.get_by_text("times plain decoding").wait_for()
+        slider = page.get_by_role("slider")
+        for step in range(1, int(slider.get_attribute("max")) + 1):
+            slider.fill(str(step))
+            counts = [page.locator(f"#tree .{state}.node").count() for state in ("accepted", "rejected")]
+            if counts[0] >= 3 and 2 <= counts[1] <= 9:
+                break
+        assert min(counts) > 0
+        page.locator(".t.now").first.hover()
+        where.mkdir(parents=True, exist_ok=True)
+        path = where / f"page-{scheme}.png"
+        page.screenshot(path=path)
+        _reduce(path)
+        assert path.stat().st_size < 100_000
+
+
+def _reduce(path: Path) -> None:
+    """Keep 128 colours of a picture."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
