@@ -216,19 +216,16 @@ def _auto(auto: dict[str, Any]) -> dict[str, str]:
 
 
 def _model(what: str, as_json: bool) -> None:
-    if what == "default":
-        fetch_default()
-    elif what.endswith(".gguf"):
-        from anabranch.model.load import locate
-
-        if (stored := _stored_model(what, locate(what))) is not None:
-            _print_model(stored, as_json)
-            return
     from anabranch.adapters.folder import read_record, shipped
     from anabranch.model.cache import bytes_per_token
     from anabranch.model.kernel_use import why_not_native
-    from anabranch.model.load import load_target
+    from anabranch.model.load import load_target, locate
 
+    if what == "default":
+        fetch_default()
+    elif (stored := _stored_model(what, locate(what))) is not None:
+        _print_model(stored, as_json)
+        return
     target = load_target(what)
     config = target.config
     fitting = [path for path in shipped() if read_record(path)["target"]["fingerprint"] == target.fingerprint]
@@ -259,22 +256,21 @@ def _model(what: str, as_json: bool) -> None:
 
 
 def _stored_model(what: str, path: Path) -> dict[str, Any] | None:
-    """The facts of a GGUF file that is decoded as it is stored, without loading it; None for others."""
-    import torch
+    """The facts of files that are decoded as they are stored, without loading them; None for others."""
 
     from anabranch.adapters.folder import read_record, shipped
     from anabranch.bench.machine import read_rate
-    from anabranch.model.as_stored import NotStoredError, describe_stored
+    from anabranch.model.as_stored import NotStoredError
     from anabranch.model.config import needed
-    from anabranch.model.families import model_config
-    from anabranch.model.gguf import read_gguf
+    from anabranch.model.load import describe
 
-    contents = read_gguf(path, dtype=torch.float32)
-    config = model_config(contents.config)
     try:
-        model = describe_stored(config, contents.tensors, contents.matrices, contents.files)
+        if (found := describe(path)) is None:
+            return None
     except NotStoredError:
         return None
+    contents, model, generation = found
+    config = model.config
     sizes: dict[str, int] = {}
     for matrix in contents.matrices.values():
         sizes[matrix.kind.name] = sizes.get(matrix.kind.name, 0) + matrix.nbytes
@@ -303,7 +299,7 @@ def _stored_model(what: str, path: Path) -> dict[str, Any] | None:
         "tokens_per_second_limit": round(rate / model.read, 1),
         "shipped_adapter": str(fitting[0]) if fitting else None,
         "train_streams_with": None if fitting else f"anabranch train streams --model {shlex.quote(what)} --out FOLDER",
-        "generation": {},
+        "generation": generation.to_dict(),
         "needs_adapter_for": needed(contents.config) or None,
         "pytorch_because": model.pytorch or None,
     }

@@ -13,7 +13,6 @@ Packed weights are kept for the next load (``packed_file``).
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,14 +32,14 @@ from anabranch.model.experts import Experts
 from anabranch.model.experts_backend import backend_of
 from anabranch.model.families import module_rows, weight_source
 from anabranch.model.kernel_use import products_for, warn_about_kernels, why_not_native
-from anabranch.model.matrix import FileMatrix
+from anabranch.model.matrix import Matrix, formats_of
 from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
 from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
 from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
 from anabranch.native import library as native
 from anabranch.native.arguments import FLOATS
 
-__all__ = ["NotStoredError", "Packing", "StoredModel", "describe_stored", "fill_as_stored", "formats_of"]
+__all__ = ["NotStoredError", "Packing", "StoredModel", "describe_stored", "fill_as_stored"]
 
 Packing: TypeAlias = Callable[[int, int], None]
 """A callback (done, total) in bytes, called after each weight that was packed."""
@@ -65,14 +64,14 @@ class _Run(NamedTuple):
     """Rows (None: all) of a matrix, packed from block ``first`` on, into every ``every``-th block."""
 
     name: str
-    matrix: FileMatrix
+    matrix: Matrix
     rows: NDArray[np.int64] | None
     first: int
     every: int = 1
 
     @property
     def blocks(self) -> int:
-        count = len(self.matrix.rows) if self.rows is None else len(self.rows)
+        count = self.matrix.shape[0] if self.rows is None else len(self.rows)
         return -(-count // native.BLOCK)
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
@@ -89,7 +88,7 @@ class _Weight:
     """
 
     name: str
-    parts: tuple[tuple[str, FileMatrix], ...]
+    parts: tuple[tuple[str, Matrix], ...]
     gated: bool = False
     kind: Literal["stored", "floats"] = "stored"
 
@@ -157,18 +156,10 @@ class _Packed(NamedTuple):
     fingerprint: str
 
 
-def formats_of(matrices: Mapping[str, FileMatrix]) -> tuple[str, ...]:
-    """The names of the formats of some matrices, that of the most bytes first."""
-    sizes: Counter[str] = Counter()
-    for matrix in matrices.values():
-        sizes[matrix.kind.name] += matrix.nbytes
-    return tuple(name for name, _ in sizes.most_common())
-
-
 def fill_as_stored(
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
-    matrices: Mapping[str, FileMatrix],
+    matrices: Mapping[str, Matrix],
     files: Sequence[Path],
     *,
     keep: bool = True,
@@ -220,7 +211,7 @@ class StoredModel:
 
 
 def describe_stored(
-    config: ModelConfig, tensors: Mapping[str, Tensor], matrices: Mapping[str, FileMatrix], files: Sequence[Path]
+    config: ModelConfig, tensors: Mapping[str, Tensor], matrices: Mapping[str, Matrix], files: Sequence[Path]
 ) -> StoredModel:
     """Describe a model without packing it; the arguments are those of ``fill_as_stored``. Raises NotStoredError."""
     kernels, decoder, weights = _planned(config, tensors, matrices)
@@ -244,7 +235,7 @@ def describe_stored(
 
 
 def _planned(
-    config: ModelConfig, tensors: Mapping[str, Tensor], matrices: Mapping[str, FileMatrix]
+    config: ModelConfig, tensors: Mapping[str, Tensor], matrices: Mapping[str, Matrix]
 ) -> tuple[native.Library, Decoder, dict[str, _Weight]]:
     """The kernels, a decoder on ``meta`` but for its last norm, and what is packed. Raises NotStoredError."""
     kinds = formats_of(matrices)
@@ -262,7 +253,7 @@ def _planned(
 
 
 # -- the weights of a decoder ----------------------------------------------------------------------
-def _weights(decoder: Decoder, matrices: Mapping[str, FileMatrix], *, whole: bool) -> dict[str, _Weight]:
+def _weights(decoder: Decoder, matrices: Mapping[str, Matrix], *, whole: bool) -> dict[str, _Weight]:
     """The parameters that are packed: the embedding, and the weights of all linear layers.
 
     whole  the kernels run whole layers, which have rows of one type
@@ -283,7 +274,7 @@ def _linears(block: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
     return block.linears()
 
 
-def _weight(decoder: Decoder, name: str, matrices: Mapping[str, FileMatrix], *, whole: bool) -> _Weight:
+def _weight(decoder: Decoder, name: str, matrices: Mapping[str, Matrix], *, whole: bool) -> _Weight:
     """The matrices of a parameter.
 
     Raises NotStoredError if the kernels cannot multiply them, ModelError if the config requires other shapes.
@@ -362,11 +353,11 @@ def _found(kernels: native.Library, weights: Mapping[str, _Weight], files: Seque
 
 def _rows(entry: PackedFile, weight: _Weight) -> Tensor:
     ((_, matrix),) = weight.parts
-    return entry.part(EMBEDDING).view(matrix.rows.shape)
+    return entry.part(EMBEDDING).view(matrix.shape[0], -1)
 
 
-def _copied(table: FileMatrix) -> Tensor:
-    rows, first = torch.empty(table.rows.shape, dtype=torch.uint8), 0
+def _copied(table: Matrix) -> Tensor:
+    rows, first = torch.empty((table.shape[0], table.nbytes // table.shape[0]), dtype=torch.uint8), 0
     for piece in table.pieces():
         rows[first : first + len(piece)] = torch.from_numpy(np.array(piece))
         first += len(piece)

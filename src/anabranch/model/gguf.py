@@ -118,6 +118,7 @@ class GGUFContents(NamedTuple):
     matrices  the matrices in the file's format; the rows of ``tensors`` that llama.cpp's converter reordered
               are in ``FileMatrix.order``, and weights have the layout of ``nn.Linear`` in all families
     files     all parts of the file
+    why_not   the reason why a matrix cannot be multiplied as it is stored; empty: none is known yet
     """
 
     config: dict[str, Any]
@@ -126,6 +127,7 @@ class GGUFContents(NamedTuple):
     dtype: torch.dtype
     matrices: dict[str, FileMatrix]
     files: tuple[Path, ...]
+    why_not: str = ""
 
 
 def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFContents:

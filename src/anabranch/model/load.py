@@ -15,14 +15,15 @@ from torch import Tensor
 
 from anabranch.errors import DeviceError, FetchError, FileError, InputError, ModelWarning
 from anabranch.model.check import token_ids
+from anabranch.model.checkpoint import read_checkpoint
 from anabranch.model.config import ModelConfig, needed
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
+from anabranch.model.fused import split_fused
 from anabranch.model.generation_config import GenerationDefaults, read_defaults
 from anabranch.model.lora import with_lora
 from anabranch.model.peft import read_lora, read_settings
 from anabranch.model.quantize import Quantization, Rounding, quantize_decoder, rounding_of
-from anabranch.model.stored import load_safetensors_dir
 from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, stored_dtype
 from anabranch.support.foreign import why_no_model
@@ -33,13 +34,15 @@ from anabranch.support.nearest import hint
 from anabranch.support.processor import set_threads
 
 if TYPE_CHECKING:
-    from anabranch.model.as_stored import Packing
+    from anabranch.model.as_stored import Packing, StoredModel
     from anabranch.model.gguf import GGUFContents
+    from anabranch.model.quantized_files import QuantizedFiles
 
 __all__ = [
     "Target",
     "base_name",
     "build_decoder",
+    "describe",
     "load_target",
     "locate",
     "name_tokenizer",
@@ -108,8 +111,9 @@ def load_target(
     dtype     auto (as stored), float32, bfloat16 or float16
     device    auto (cuda if available), cpu, cuda or cuda:N
     quantize  auto, none, int8 or int4 (``model.quantize``): the quantised model is then the target. With auto, a
-              quantised GGUF file is packed for the native kernels as it is stored, and passes no gradients; it is
-              dequantised where a dtype is given, on a GPU, with a LoRA, and where the kernels cannot run it, which a
+              quantised GGUF file, or a folder of quantised safetensors whose values its formats have
+              (``model.quantized_files``), is packed for the native kernels as it is stored, and passes no gradients; it
+              is dequantised where a dtype is given, on a GPU, with a LoRA, and where the kernels cannot run it, which a
               ModelWarning explains
     lora      a folder in PEFT's format that is merged into the weights first
     keep      keep packed weights in the user's cache directory, and use those of an earlier load
@@ -129,19 +133,28 @@ def load_target(
             keep=keep,
             progress=progress,
         )
-    described, tensors = read_json(path / "config.json", _AGAIN), load_safetensors_dir(path)
+    described, tensors, contents = read_checkpoint(path, _AGAIN)
     generation, stated = read_defaults(path, described, _AGAIN)
     config = model_config(described)
     ends = config.eos_token_ids
     if stated is not None:
         ends = token_ids(stated, "eos_token_id", config.vocab_size, "generation_config.json")
-    if wanted is None:
-        wanted = stored_dtype(config, tensors, _DTYPES.get(str(described.get("dtype") or described.get("torch_dtype"))))
-    decoder, identity, needs = _dense(config, tensors, lora, dtype=wanted, device=place)
-    quantize_decoder(decoder, rounding)
+    kind: Quantization = rounding
+    filled, needs = None, ""
+    if contents is not None and quantize == "auto" and wanted is None and place.type == "cpu" and lora is None:
+        filled = _as_stored(path, config, contents, keep=keep, progress=progress)
+    if filled is None:
+        if wanted is None:
+            stated_dtype = _DTYPES.get(str(described.get("dtype") or described.get("torch_dtype")))
+            wanted = stored_dtype(config, tensors, stated_dtype)
+        decoder, identity, needs = _dense(config, tensors, lora, dtype=wanted, device=place)
+        quantize_decoder(decoder, rounding)
+    else:
+        (decoder, identity), kind = filled, "stored"
     target = Target(
-        *(decoder, None, config, name, path, identity, rounding, lora, generation),
+        *(decoder, None, config, name, path, identity, kind, lora, generation),
         needs=needed(described) or needs,
+        formats=_formats(contents, kind),
     )
     # the tokenizer last, so that errors in the config or the weights come before the second that transformers takes
     return _finished(target, ends, _tokenizer(path))
@@ -176,30 +189,62 @@ def _load_gguf(
         quantize_decoder(decoder, rounding or "none")
     else:
         decoder, identity = filled
-    target = Target(decoder, None, config, name, path, identity, kind, lora, needs=needs)
-    if kind == "stored":
-        from anabranch.model.as_stored import formats_of
-
-        target = replace(target, formats=formats_of(contents.matrices))
+    formats = _formats(contents, kind)
+    target = Target(decoder, None, config, name, path, identity, kind, lora, needs=needs, formats=formats)
     return _finished(target, config.eos_token_ids, contents.tokenizer)
 
 
 def _as_stored(
-    path: Path, config: ModelConfig, contents: GGUFContents, *, keep: bool, progress: Packing | None
+    path: Path, config: ModelConfig, contents: GGUFContents | QuantizedFiles, *, keep: bool, progress: Packing | None
 ) -> tuple[Decoder, str] | None:
-    """The decoder of a file as it is stored, and its fingerprint; None if it has to be dequantised."""
+    """The decoder of files as they are stored, and its fingerprint; None if they have to be dequantised."""
     from anabranch.model.as_stored import NotStoredError, fill_as_stored
 
     try:
-        return fill_as_stored(
-            *(config, contents.tensors, contents.matrices, contents.files), keep=keep, progress=progress
-        )
+        if contents.why_not:
+            raise NotStoredError(contents.why_not, surprising=True)
+        tensors = split_fused(config, contents.tensors)
+        return fill_as_stored(*(config, tensors, contents.matrices, contents.files), keep=keep, progress=progress)
     except NotStoredError as reason:
         if reason.surprising:
-            warn(f"the weights of {path} are dequantised to bfloat16: {reason}", ModelWarning, stacklevel=3)
+            warn(f"the weights of {path} are dequantised: {reason}", ModelWarning, stacklevel=3)
         else:
             LOGGER.info("%s is not decoded as it is stored: %s", path, reason)
     return None
+
+
+def describe(path: Path) -> tuple[GGUFContents | QuantizedFiles, StoredModel, GenerationDefaults] | None:
+    """Describe a GGUF file, or a folder of quantised safetensors, that can be decoded as it is stored; None for others.
+
+    Raises NotStoredError, and what ``load_target`` does.
+    """
+    from anabranch.model.as_stored import NotStoredError, describe_stored
+
+    contents: GGUFContents | QuantizedFiles | None
+    generation = GenerationDefaults()
+    if path.is_file():
+        from anabranch.model.gguf import read_gguf
+
+        contents = read_gguf(path, dtype=torch.float32)
+    else:
+        described, _, contents = read_checkpoint(path, _AGAIN)
+        if contents is None:
+            return None
+        generation, _ = read_defaults(path, described, _AGAIN)
+    if contents.why_not:
+        raise NotStoredError(contents.why_not)
+    config = model_config(contents.config)
+    tensors = split_fused(config, contents.tensors)
+    return contents, describe_stored(config, tensors, contents.matrices, contents.files), generation
+
+
+def _formats(contents: GGUFContents | QuantizedFiles | None, kind: Quantization) -> tuple[str, ...]:
+    """The formats of a stored target."""
+    if contents is None or kind != "stored":
+        return ()
+    from anabranch.model.matrix import formats_of
+
+    return formats_of(contents.matrices)
 
 
 def _dense(

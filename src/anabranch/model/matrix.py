@@ -6,16 +6,17 @@ N outputs (rows), D inputs.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-__all__ = ["FileMatrix", "random_blocks"]
+__all__ = ["FileMatrix", "MadeMatrix", "Matrix", "formats_of", "random_blocks"]
 
 # Where the halves of a block's scales and minima are, in bytes.
 _HALVES = {
@@ -101,6 +102,57 @@ class FileMatrix:
         start = self.rows.__array_interface__["data"][0] - begin + first * self.rows.shape[1]
         start, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + count * self.rows.shape[1]
         pages.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+@dataclass(frozen=True, eq=False)
+class MadeMatrix:
+    """A weight [N, D] of another format, whose rows in one of ggml's types are made at each use.
+
+    shape  N and D
+    make   the rows: uint8 [N, bytes of a row]
+    """
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, int]
+    make: Callable[[], NDArray[np.uint8]]
+    order: None = None
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        size, size_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[0] * (self.width // int(size)) * int(size_bytes)
+
+    def pieces(self, order: NDArray[np.int64] | None = None, multiple: int = 1) -> Iterator[NDArray[np.uint8]]:
+        """As of a ``FileMatrix``."""
+        return self._made().pieces(order, multiple)
+
+    def finite(self) -> bool:
+        """As of a ``FileMatrix``."""
+        return self._made().finite()
+
+    def values(self, flat: NDArray[np.int64]) -> NDArray[np.float32]:
+        """As of a ``FileMatrix``."""
+        return self._made().values(flat)
+
+    def _made(self) -> FileMatrix:
+        return FileMatrix(self.kind, self.make(), self.width)
+
+
+Matrix: TypeAlias = FileMatrix | MadeMatrix
+
+
+def formats_of(matrices: Mapping[str, Matrix]) -> tuple[str, ...]:
+    """The names of the formats of some matrices, that of the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for matrix in matrices.values():
+        sizes[matrix.kind.name] += matrix.nbytes
+    return tuple(name for name, _ in sizes.most_common())
 
 
 def random_blocks(kind: GGMLQuantizationType, count: int) -> NDArray[np.uint8]:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from anabranch.errors import DeviceError, ModelError, ModelWarning, NumericsError
 from anabranch.model.backends import backend_for
+from anabranch.model.checkpoint import read_checkpoint
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, model_config, module_rows, weight_source
 from anabranch.model.fused import split_fused
-from anabranch.model.stored import SafetensorsDir, dtype_name, is_finite, load_safetensors_dir, some_names
-from anabranch.support.jsonfiles import read_json
+from anabranch.model.stored import SafetensorsDir, dtype_name, is_finite, some_names
 from anabranch.support.memory import free_memory
 
 __all__ = [
@@ -279,8 +279,9 @@ def fingerprint(weights: Decoder | Path) -> str:
         for name, parameter in sorted(weights.named_parameters()):
             identity.add(name, parameter.detach())
         return identity.fingerprint
-    config = model_config(read_json(weights / "config.json", "a model folder needs it"))
-    tensors = split_fused(config, load_safetensors_dir(weights))
+    described, stored, _ = read_checkpoint(weights, "a model folder needs it")
+    config = model_config(described)
+    tensors = split_fused(config, stored)
     config = _with_head(config, tensors)
     identity = Identity(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):
