@@ -20,10 +20,14 @@ from verbs import Anabranch
 
 def test_it_prints_its_url_answers_and_drains_on_sigterm(where: list[object], model: Model) -> None:
     command = [*PROGRAM, "serve", *map(str, where), "--port", "0", "--name", "toy", "--drain-seconds", "120"]
+    command += ["--preset", "codex"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().removeprefix("serving at ").strip()
+            preset = [process.stdout.readline().strip() for _ in range(9)]
+            assert preset[:4] == ["", "Codex (~/.codex/config.toml):", "", 'model = "toy"']
+            assert preset[-1] == f'base_url = "{url}/v1"'
             assert httpx.get(url + "/v1/models", timeout=60).json()["data"][0]["id"] == "toy"
             answers: list[Any] = []
             body = {"prompt": "the thing", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -57,6 +61,8 @@ def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
 ) -> None:
     done = anabranch("serve", *where, "--host", "0.0.0.0")
     assert (done.code, "can be reached by others" in done.err) == (1, True)
+    done = anabranch("serve", *where, "--preset", "emacs")
+    assert (done.code, "there is no preset 'emacs'; choose one of curl" in done.err) == (1, True)
     done = anabranch("serve", *where, "--lora-model", "a")
     assert (done.code, "--lora-model must be NAME=FOLDER, got 'a'" in done.err) == (1, True)
     with socket.socket() as taken:

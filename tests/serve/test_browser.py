@@ -289,6 +289,20 @@ def test_other_files_are_refused(server: Server, open_page: OpenPage, tmp_path: 
     assert said in page.get_by_role("alert").inner_text()
 
 
+def test_a_trace_of_another_model_shows_token_ids(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
+    path = tmp_path / "recorded.jsonl"
+    step = '{"row": 0, "at": 0, "tokens": [70000, 9], "parents": [-1, 0], "sources": [0, 1], "path": [0, 1], '
+    step += '"next": 80000, "kept": 2, "drafted": 1, "ms": [0, 1, 0, 0, 0]}'
+    path.write_text(f'{{"trace": 2, "settings": {{}}}}\n{{"source": "new 1"}}\n{step}\n{{"row": 0, "at"')
+    page = open_page(server)
+    page.locator("#file").set_input_files(path)
+    text = page.get_by_role("group", name="Trace, tokens")
+    text.wait_for()
+    assert text.evaluate("node => node.textContent") == "\u27e89\u27e9\u27e880000\u27e9"
+    assert "Token ids are shown" in page.locator(".trace .note").inner_text()
+    assert text.locator(".t").first.get_attribute("class").split()[1] in ("m1", "m2", "m3", "m6", "m7")
+
+
 def test_pictures_and_traces_are_saved(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page(server, "dark")
     tokens = ask(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from anabranch.cli import options, show
 from anabranch.cli.configured import configured
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import LoadConfig
+from anabranch.serve.presets import PRESETS, Preset, lines, preset_of
 from anabranch.serve.settings import Settings, check, keys_of
 
 __all__ = ["ServeConfig", "serve"]
@@ -34,6 +36,14 @@ class ServeConfig:
             help="serve the model with this LoRA as a model of this name too; repeatable",
         ),
     ] = ()
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"print the lines that make a client use the server: {', '.join(PRESETS)}",
+            autocompletion=lambda: list(PRESETS),
+        ),
+    ] = None
     settings: Settings = field(default=Settings())
 
     @property
@@ -55,7 +65,8 @@ def serve(config: ServeConfig) -> None:
     """
     check(config.settings)
     loading = config.models
-    keys_of(config.settings)
+    keyed = bool(keys_of(config.settings))
+    preset = None if config.preset is None else preset_of(config.preset)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise CapabilityError(
             f"the server needs packages that are not installed ({missing[0]}): pip install 'anabranch[serve]'"
@@ -68,4 +79,12 @@ def serve(config: ServeConfig) -> None:
             model = show.load_model(loading, config.drafter, {}, wait)
         with model:
             show.sentences([model.target.title, f"drafter {model.spec_of_several}", *show.lesser_kernels(model)])
-            run(model, config.settings, listening, lambda url: typer.echo(f"serving at {url}"))
+            run(model, config.settings, listening, partial(_ready, preset, keyed))
+
+
+def _ready(preset: Preset | None, keyed: bool, url: str, name: str) -> None:
+    """Say where the server is, and what makes a client use it. Keys stay secret: their place has ``KEY``."""
+    typer.echo(f"serving at {url}")
+    if preset is not None:
+        where = f" ({preset.place})" if preset.place else ""
+        typer.echo(f"\n{preset.title}{where}:\n\n{lines(preset, url, name, key='KEY' if keyed else None)}")

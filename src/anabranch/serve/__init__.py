@@ -5,5 +5,5 @@
     chunks --calls--> text and tool calls --the interface--> JSON, or server-sent events
 
 HTTP, events and metrics come from FastAPI, uvicorn, sse-starlette and prometheus-client, which the extra ``serve``
-installs; nothing but ``settings`` can be imported without them.
+installs; nothing but ``settings`` and ``presets`` can be imported without them.
 """

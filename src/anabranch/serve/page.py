@@ -26,13 +26,13 @@ HEADERS = {
 }
 
 
-@router.get("/", include_in_schema=False)
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def index() -> Response:
     """The page."""
     return FileResponse(FILES["index.html"], headers=HEADERS)
 
 
-@router.get("/page/{name}", include_in_schema=False)
+@router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def file(name: str) -> Response:
     """A script, the style or the icon of the page."""
     if name not in FILES:

@@ -40,10 +40,11 @@ def bound(settings: Settings) -> socket.socket:
     return made
 
 
-def serve(model: Model, settings: Settings, listening: socket.socket, ready: Callable[[str], None]) -> None:
-    """Serve a model at a socket until a signal comes; ``ready`` is called with the URL once requests are taken.
+def serve(model: Model, settings: Settings, listening: socket.socket, ready: Callable[[str, str], None]) -> None:
+    """Serve a model at a socket until a signal comes.
 
-    Requests that run then have ``drain_seconds`` to end. Logs are lines of JSON on standard error.
+    ``ready`` is called with the URL and the model's name once requests are taken. Requests that run at the signal have
+    ``drain_seconds`` to end. Logs are lines of JSON on standard error.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(LogLines())
@@ -62,7 +63,7 @@ def serve(model: Model, settings: Settings, listening: socket.socket, ready: Cal
         timeout_graceful_shutdown=settings.drain_seconds,
         lifespan="on",
     )
-    server = _Server(config, lambda: ready(_url(listening)), app.state.service.drain)
+    server = _Server(config, lambda: ready(_url(listening), app.state.service.names[0]), app.state.service.drain)
     try:
         server.run(sockets=[listening])
     finally:

@@ -183,12 +183,12 @@ async function read(body, answer, controller, note) {
 }
 
 function failed(article, note, error, question) {
-  console.info(error.message);
   note.classList.add("error");
   note.setAttribute("role", "alert");
   note.textContent = `${error.message[0].toUpperCase()}${error.message.slice(1)}.`;
   const again = make("button", { type: "button", textContent: "Try again" });
   again.addEventListener("click", () => {
+    if (running) return;
     turns = turns.filter((turn) => turn.answer.text.parentElement !== article);
     article.remove();
     ask(question);
@@ -202,7 +202,7 @@ async function compare(answer, body) {
   const controller = (running = new AbortController());
   busy(true);
   answer.plain = "running";
-  showNumbers(answer);
+  if (current() === answer) showNumbers(answer);
   const again = async (drafter) => {
     const found = { words: "", rate: 0 };
     for await (const { choices } of chat({ ...body, drafter }, controller.signal)) {
@@ -219,8 +219,7 @@ async function compare(answer, body) {
     const same = [plain, drafted].every(({ words }) => words === answer.words);
     answer.plain = { rate: plain.rate, drafted: drafted.rate, same };
   } catch (error) {
-    answer.plain = null;
-    $("status").textContent = error.message;
+    answer.plain = error.name === "AbortError" ? null : { error: error.message };
   }
   running = null;
   busy(false);
@@ -276,10 +275,9 @@ async function open(file) {
   $("messages").append(article);
   try {
     const { settings, judged, rows } = await readTrace(file);
-    addTexts(rows, await textsOf(rows));
-    const other = settings.model !== properties.model_path;
     note.textContent = `Recorded with ${settings.model ?? "a model"}, drafter ${settings.drafter ?? "unknown"}.`;
-    if (other) note.append(" Texts are those of this server\u2019s tokenizer.");
+    addTexts(rows, await textsOf(rows, note));
+    if (settings.model !== properties.model_path) note.append(" Texts are those of this server\u2019s tokenizer.");
     if (!judged) note.append(" Drafts of every position, which were not verified.");
     const answer = Object.assign(newAnswer(file.name, "Trace, tokens"), { judged, settings });
     const pick = (row) => {
@@ -306,14 +304,14 @@ function choice(rows, pick) {
   return make("label", {}, "Sequence ", select);
 }
 
-// The texts of all tokens of a trace, by id; without a server that knows them, ids are shown.
-async function textsOf(rows) {
+// The texts of all tokens of a trace, by id; of a model that this server does not know, ids are shown.
+async function textsOf(rows, note) {
   const tokens = [...new Set(rows.flat().flatMap((step) => [...step.tokens, step.next]))];
   try {
     const { token_strs: texts } = await post("detokenize", { tokens, return_token_strs: true });
     return new Map(tokens.map((each, place) => [each, texts[place]]));
   } catch (error) {
-    console.info(error.message);
+    note.append(` Token ids are shown: ${error.message}.`);
     return new Map();
   }
 }

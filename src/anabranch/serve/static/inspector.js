@@ -95,6 +95,7 @@ function showPlain(answer) {
   if (plain === "running") {
     return into.replaceChildren(make("p", { textContent: "Decoding it again, without drafts and with them\u2026" }));
   }
+  if (plain?.error) return into.replaceChildren(make("p", { className: "error", textContent: plain.error }));
   if (plain) {
     const times = `${(plain.drafted / plain.rate).toFixed(2)} times plain decoding`;
     const said = `: ${one(plain.drafted)} against ${one(plain.rate)} tokens per second, one more run each. `;
@@ -110,7 +111,7 @@ function showPlain(answer) {
 
 // A column for each step, as high as it emitted tokens.
 function strip(steps, index) {
-  const most = Math.max(...steps.map((step) => step.kept), 4);
+  const most = steps.reduce((so, step) => Math.max(so, step.kept), 4);
   const svg = element("svg", { viewBox: `0 0 ${Math.max(steps.length, 40)} ${most}`, preserveAspectRatio: "none" });
   steps.forEach((step, place) => {
     const here = place === index ? "here" : "";
