@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ SHARES = (0.5, 0.8, 1.1)
 QUANTILES = (0.5, 0.95, 0.99)
 STARTS = 180.0  # seconds in which a server has to start
 PATIENCE = 600.0  # seconds for one answer
+CHAT = "/v1/chat/completions"
 SERVING = re.compile(r"serving at (http://\S+)")
 
 
@@ -84,9 +85,9 @@ def started(name: str, options: str, model: str) -> Iterator[str]:
             process.wait()
 
 
-async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: str, new: int) -> Answer:
-    """Stream one greedy answer."""
-    body = {
+def body_of(model: str, prompt: str, new: int) -> dict[str, Any]:
+    """A request for a greedy answer as a stream with its usage."""
+    return {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": new,
@@ -94,22 +95,36 @@ async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: str, new:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    answer, began = Answer(), time.perf_counter()
+
+
+async def ask(client: httpx.AsyncClient, url: str, model: str, prompt: str, new: int) -> Answer:
+    """Stream one greedy answer."""
+    lines, began = list[tuple[float, str]](), time.perf_counter()
     try:
-        async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        async with client.stream("POST", url + CHAT, json=body_of(model, prompt, new)) as response:
             if response.status_code != 200:
                 return Answer(failed=f"status {response.status_code}: {(await response.aread())[:200]!r}")
             async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                now = time.perf_counter() - began
-                if any(choice.get("delta", {}).get("content") for choice in event.get("choices", ())):
-                    answer.first, answer.end = answer.first or now, now
-                if event.get("usage"):
-                    answer.tokens = event["usage"]["completion_tokens"]
+                lines.append((time.perf_counter() - began, line))
     except httpx.HTTPError as error:
         return Answer(failed=f"{type(error).__name__}: {error}")
+    return answer_of(lines)
+
+
+def answer_of(lines: Iterable[tuple[float, str]]) -> Answer:
+    """The answer in the lines of a stream and the seconds at which they came.
+
+    They are parsed when the stream has ended: parsing takes time of the server's cores.
+    """
+    answer = Answer()
+    for now, line in lines:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line[6:])
+        if any(choice.get("delta", {}).get("content") for choice in event.get("choices", ())):
+            answer.first, answer.end = answer.first or now, now
+        if event.get("usage"):
+            answer.tokens = event["usage"]["completion_tokens"]
     return answer if answer.tokens else Answer(failed="an answer without tokens")
 
 

@@ -217,16 +217,23 @@ def test_models_and_names(server: Server) -> None:
     missing = server.post(COMPLETIONS, model="gpt-9", prompt="x")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     embeddings = server.post("/v1/embeddings", input="x")
-    assert embeddings.status_code == 501
+    assert embeddings.status_code == 400  # clients would try again after a 5xx
     assert "/v1/embeddings" in embeddings.json()["error"]["message"]
     assert server.client.get("/nowhere").json()["error"]["message"] == "there is no /nowhere here"
-    assert server.client.get(CHAT).status_code == 405
+    refused = server.client.get(CHAT)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
 
 
 def test_the_openapi_document_describes_all_interfaces(server: Server) -> None:
     document = server.client.get("/openapi.json").json()
+    assert all(
+        {"4XX", "5XX"} <= set(each["responses"]) for path in document["paths"].values() for each in path.values()
+    )
+    assert "text/plain" in document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
     paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
     for path in paths:
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert ("text/event-stream" in content) is (path != "/v1/messages/count_tokens")
         (reference,) = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"].values()
         assert "temperature" in document["components"]["schemas"][reference.rsplit("/", 1)[-1]]["properties"]
 

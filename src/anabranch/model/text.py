@@ -188,16 +188,22 @@ class ChatTemplate:
 def template_reads(tokenizer: Any, name: str, template: ChatTemplate) -> bool:
     """True if the chat template reads a variable of this name; False without a template, or for one with errors."""
     from jinja2 import TemplateError
-    from jinja2.meta import find_undeclared_variables
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if not getattr(tokenizer, "chat_template", None) and template.chat_template is None:
         return False
     try:
-        source = tokenizer.get_chat_template(template.chat_template, template.tools)
-        return name in find_undeclared_variables(_compile_jinja_template(source).environment.parse(source))
+        return name in _variables(tokenizer.get_chat_template(template.chat_template, template.tools))
     except (TemplateError, ValueError):
         return False
+
+
+@lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str]:
+    """The variables that a template reads; finding them takes a millisecond or several. Raises TemplateError."""
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return frozenset(find_undeclared_variables(_compile_jinja_template(source).environment.parse(source)))
 
 
 def render_chat(

@@ -105,4 +105,4 @@ async def _of_http(request: Request, error: Exception) -> Response:
         said = f"there is no {request.url.path} here"
     elif error.status_code == 405:
         said = f"{request.url.path} has no {request.method}"
-    return _answer(RequestError(error.status_code, str(said)), request)
+    return _answer(RequestError(error.status_code, str(said), headers=error.headers), request)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from anabranch.declared import Keywords
 from anabranch.decoding.generation import Chunk, Generation
 from anabranch.serve.conversation import template_messages, tools_of
-from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
 from anabranch.serve.fields import Sampling
 from anabranch.serve.service import Call, Service
 from anabranch.serve.steps import Extension, StepWriter
@@ -27,7 +27,7 @@ from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(responses=FAILURES)
 PATH = "/v1/chat/completions"
 
 
@@ -77,7 +77,7 @@ def _choice_of(given: str | dict[str, Any] | None) -> str:
     return name
 
 
-@router.post(PATH)
+@router.post(PATH, responses=STREAMS)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     return await answered(request, body, _call, _Written)

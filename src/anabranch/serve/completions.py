@@ -16,7 +16,7 @@ from starlette.responses import Response
 from anabranch.decoding.generation import Generation
 from anabranch.decoding.scoring import Score
 from anabranch.prompts import read_prompts
-from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
 from anabranch.serve.fields import NEUTRAL, Sampling
 from anabranch.serve.jobs import ScoreJob
 from anabranch.serve.service import Call, Service
@@ -26,7 +26,7 @@ from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(responses=FAILURES)
 PATH = "/v1/completions"
 NEW = 16  # tokens of an answer whose request gives no limit, as in OpenAI's API
 
@@ -42,7 +42,7 @@ class CompletionBody(Sampling):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-@router.post(PATH)
+@router.post(PATH, responses=STREAMS)
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue prompts."""
     service: Service = request.app.state.service

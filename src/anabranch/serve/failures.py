@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from anabranch.errors import (
@@ -12,7 +13,7 @@ from anabranch.errors import (
     OutOfMemoryError,
 )
 
-__all__ = ["RequestError", "failure_of", "in_form"]
+__all__ = ["FAILURES", "STREAMS", "RequestError", "failure_of", "in_form"]
 
 INTERNAL = "the server failed to answer; its log has the reason under this request id"
 # by status: OpenAI's type, Anthropic's type
@@ -26,31 +27,60 @@ TYPES = {
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
     500: ("server_error", "api_error"),
-    501: ("invalid_request_error", "invalid_request_error"),
     503: ("server_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
+}
+
+
+# for the OpenAPI document
+FAILURES: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": said,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"error": {"type": "object", "required": ["message", "type"]}},
+                    "required": ["error"],
+                }
+            }
+        },
+    }
+    for status, said in (("4XX", "A request that is not served"), ("5XX", "Try again later, or see the server's log"))
+}
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or its events with stream=true", "content": {"text/event-stream": {}}}
 }
 
 
 class RequestError(AnabranchError):
     """A request that is not served.
 
-    status  of HTTP
-    param   the field at fault
-    code    OpenAI's code, for programs
-    retry   seconds after which trying again makes sense
+    status   of HTTP
+    param    the field at fault
+    code     OpenAI's code, for programs
+    retry    seconds after which trying again makes sense
+    headers  more headers of the response
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.retry = status, param, code, retry
+        self._headers = dict(headers or {})
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response."""
-        headers = {} if self.retry is None else {"Retry-After": str(self.retry)}
+        headers = self._headers if self.retry is None else {"Retry-After": str(self.retry), **self._headers}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 

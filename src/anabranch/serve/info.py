@@ -7,12 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from anabranch.model.kernel_use import kernels_of
 from anabranch.prompts import read_prompts
 from anabranch.serve.conversation import template_messages, tools_of
-from anabranch.serve.failures import RequestError
+from anabranch.serve.failures import FAILURES, RequestError
 from anabranch.serve.fields import Body
 from anabranch.serve.metrics import CONTENT_TYPE
 from anabranch.serve.service import Service
@@ -22,7 +22,7 @@ from anabranch.serve.wire import Json
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(responses=FAILURES)
 
 
 def _service(request: Request) -> Service:
@@ -53,7 +53,7 @@ async def model(name: str, request: Request) -> Response:
     return Json(service.card(name))
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     return Response(_service(request).metrics.text(), media_type=CONTENT_TYPE)
@@ -105,7 +105,7 @@ async def slots(request: Request) -> Response:
 @router.post("/v1/embeddings")
 async def embeddings() -> Response:
     """Refused: the models that are served generate text."""
-    raise RequestError(501, "/v1/embeddings is not served: the model generates text and has no embeddings of texts")
+    raise RequestError(400, "/v1/embeddings is not served: the model generates text and has no embeddings of texts")
 
 
 class TokenizeBody(Body):

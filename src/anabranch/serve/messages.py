@@ -17,7 +17,7 @@ from anabranch.declared import Keywords
 from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
-from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
 from anabranch.serve.fields import NEUTRAL, Sampling
 from anabranch.serve.service import Call, Service
 from anabranch.serve.structure import wanted_format
@@ -28,7 +28,7 @@ from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(responses=FAILURES)
 PATH = "/v1/messages"
 BILLING = "x-anthropic-billing-header"  # a system line of Claude Code that differs in every request
 
@@ -72,7 +72,8 @@ class CountBody(Sampling):
             if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema") or {}, dict):
                 raise RequestError(400, f"a tool must have a name and an input_schema, got {tool!r}", param="tools")
             function = {"name": tool["name"], "description": tool.get("description") or ""}
-            functions.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema")}})
+            function |= {"parameters": tool.get("input_schema")} | ({"strict": True} if tool.get("strict") else {})
+            functions.append({"type": "function", "function": function})
         return functions, others
 
 
@@ -124,7 +125,7 @@ async def count_tokens(body: CountBody, request: Request) -> Response:
     return Json({"input_tokens": len(ids)})
 
 
-@router.post(PATH)
+@router.post(PATH, responses=STREAMS)
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
     return await answered(request, body, _call, _Written)

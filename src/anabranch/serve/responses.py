@@ -16,7 +16,7 @@ from anabranch.declared import Keywords
 from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
-from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
 from anabranch.serve.fields import Sampling
 from anabranch.serve.service import Call, Service
 from anabranch.serve.structure import wanted_format
@@ -27,7 +27,7 @@ from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = APIRouter(responses=FAILURES)
 PATH = "/v1/responses"
 SKIPPED = ("reasoning",)  # items of a conversation that its prompt does not have
 
@@ -72,7 +72,7 @@ class ResponsesBody(Sampling):
                 continue
             if not isinstance(tool.get("name"), str) or not isinstance(tool.get("parameters") or {}, dict):
                 raise RequestError(400, f"a function must have a name and parameters, got {tool!r}", param="tools")
-            function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)}
+            function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
             functions.append({"type": "function", "function": function})
         return functions, others
 
@@ -98,7 +98,7 @@ def _messages(spoken: Sequence[dict[str, Any]], items: Sequence[Mapping[str, Any
     return messages
 
 
-@router.post(PATH)
+@router.post(PATH, responses=STREAMS)
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation."""
     return await answered(request, body, _call, _Written)

@@ -27,7 +27,8 @@ BACKLOG = 2048
 def bound(settings: Settings) -> socket.socket:
     """A socket at the server's address. Raises InputError if it cannot be had."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    # with the protocol named: asyncio sets TCP_NODELAY on no others, and small events would wait for acknowledgements
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((settings.host, settings.port))

@@ -1,6 +1,7 @@
 """What an answer must be: fields of OpenAI, Anthropic, vLLM and llama.cpp, as the options of a call.
 
-A choice of tool that the model must make is a grammar: the function's name is given, its arguments follow their schema.
+A call that the model must make is a grammar: the function's name is given, its arguments follow their schema. So is a
+text with calls of strict functions, if it makes any.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from anabranch.declared import Keywords
 from anabranch.serve.failures import RequestError
 from anabranch.serve.toolcalls import CLOSE, OPEN, Style
 
-__all__ = ["call_grammar", "structure_of", "wanted_format"]
+__all__ = ["call_grammar", "structure_of", "text_grammar", "wanted_format"]
 
 ANY_OBJECT = '{"type": "object"}'
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -101,16 +102,43 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], style: Style) -> str:
         raise RequestError(
             400, "tool_choice cannot force a call of this model, which writes calls in tags", param="tool_choice"
         )
-    key, before, after = ("arguments", f"{OPEN}\n", f"\n{CLOSE}") if style == "tags" else ("parameters", "", "")
-    rules = []
-    for number, tool in enumerate(tools):
-        function = tool["function"]
-        schema = {"x-guidance": JSON_FORM, **(function.get("parameters") or {"type": "object"})}
-        head = f'{before}{{"name": {json.dumps(function["name"])}, "{key}": '
-        rules.append(f"call{number}: {_literal(head)} arguments{number} {_literal('}' + after)}")
-        rules.append(f"arguments{number}: %json {json.dumps(schema)}")
-    start = " | ".join(f"call{number}" for number in range(len(tools)))
-    return "\n".join([f"start: {start}", *rules])
+    before, after = (f"{OPEN}\n", f"\n{CLOSE}") if style == "tags" else ("", "")
+    return "\n".join(["start: call", *_calls("call", tools, style, before, after), *_arguments(tools)])
+
+
+def text_grammar(tools: Sequence[Mapping[str, Any]], style: Style) -> str:
+    """The Lark grammar of a text in which calls of some functions may stand, and nothing else that is read as one.
+
+    So no text, before or after a call, begins with a brace (``toolcalls``). Raises RequestError.
+    """
+    if style == "parameters":
+        raise RequestError(
+            400, "strict tools are not supported with this model, which writes calls in tags", param="tools"
+        )
+    rules = [
+        "start: tagged* text | bare" if style == "tags" else "start: text | bare",
+        "text: TEXT",
+        "TEXT: /[ \\n\\r\\t]*([^{ \\n\\r\\t](.|\\n)*)?/",
+        *_calls("bare", tools, style, "", ""),
+    ]
+    if style == "tags":
+        rules += ["tagged: open call", f"open[lazy]: TEXT {_literal(OPEN)}"]
+        rules += _calls("call", tools, style, "\n", f"\n{CLOSE}")
+    return "\n".join([*rules, *_arguments(tools)])
+
+
+def _calls(rule: str, tools: Sequence[Mapping[str, Any]], style: Style, before: str, after: str) -> list[str]:
+    """The rule of a call of one of some functions between two texts."""
+    key = "parameters" if style == "json" else "arguments"
+    heads = [f'{before}{{"name": {json.dumps(tool["function"]["name"])}, "{key}": ' for tool in tools]
+    end = _literal("}" + after)
+    return [f"{rule}: " + " | ".join(f"{_literal(head)} arguments{n} {end}" for n, head in enumerate(heads))]
+
+
+def _arguments(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rules of the arguments of some functions."""
+    schemas = [tool["function"].get("parameters") or {"type": "object"} for tool in tools]
+    return [f"arguments{n}: %json {json.dumps({'x-guidance': JSON_FORM, **each})}" for n, each in enumerate(schemas)]
 
 
 def _literal(text: str) -> str:

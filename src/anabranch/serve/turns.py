@@ -13,7 +13,7 @@ from anabranch.serve.conversation import described_tools
 from anabranch.serve.failures import RequestError
 from anabranch.serve.fields import Sampling
 from anabranch.serve.service import Call, Service
-from anabranch.serve.structure import call_grammar
+from anabranch.serve.structure import call_grammar, text_grammar
 from anabranch.serve.toolcalls import Style, ToolReader, style_of
 
 __all__ = ["Turn", "prepared", "prompt_of"]
@@ -44,9 +44,13 @@ class Turn:
         return () if self.choice == "none" else self.tools
 
     def forced(self, style: Style) -> Keywords:
-        """The option of a call that makes the model call a tool, where it has no choice. Raises RequestError."""
+        """The option of a call that makes the model call a tool, where it has no choice, and call it rightly.
+
+        Raises RequestError.
+        """
         if self.choice in ("auto", "none"):
-            return {}
+            strict = any(tool["function"].get("strict") for tool in self.offered)
+            return {"grammar": text_grammar(self.offered, style)} if strict else {}
         tools = [tool for tool in self.tools if self.choice in ("required", tool["function"]["name"])]
         if not tools:
             asked = "one" if self.choice == "required" else repr(self.choice)

@@ -1,0 +1,205 @@
+"""Latencies of a server: what HTTP adds to the Python API, and how long a short prompt waits behind a long one.
+
+    python research/serve_latency.py overhead --data DIR --suite spec_bench:40 --out benchmarks/serve-overhead-...json
+    python research/serve_latency.py behind --tokens 7000 --out benchmarks/serve-behind-...json
+
+overhead  The same greedy answers by ``model.chat_stream`` in this process and by a stream of ``anabranch serve``, one
+          client, prompt by prompt in turns, the API twice (``api`` and ``again``). Nothing is kept of earlier prompts.
+behind    A short prompt is sent while the server reads a long one, at a random moment, and by itself; nothing is kept.
+
+The server runs on the same cores as this process, which waits meanwhile. TTFT: seconds from the call to the first text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+import anabranch
+from anabranch.api import Model
+from anabranch.bench.report import environment
+from anabranch.bench.suites import load_suite
+from anabranch.errors import AnabranchError, InputError
+from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from serve_load import CHAT, PATIENCE, Answer, answer_of, ask, body_of, quantiles, say, started
+
+SHORT = "Name three rivers."
+WORDS = "The river divides above the town, and its branches meet again below the mill. "  # of the long prompt
+
+
+def by_api(model: Model, prompt: str, new: int) -> Answer:
+    """Stream one greedy answer from Python."""
+    answer, began = Answer(), time.perf_counter()
+    with closing(
+        model.chat_stream(
+            [{"role": "user", "content": prompt}],
+            max_new_tokens=new,
+            temperature=0.0,
+            drafter=str(model.spec_of_several),
+        )
+    ) as chunks:
+        for chunk in chunks:
+            now = time.perf_counter() - began
+            if chunk.text:
+                answer.first, answer.end = answer.first or now, now
+            answer.tokens += len(chunk.token_ids)
+    return answer
+
+
+def overhead(args: argparse.Namespace, options: str) -> dict[str, Any]:
+    """Measure both, prompt by prompt."""
+    name, _, limit = args.suite.partition(":")
+    prompts = load_suite(name, data=args.data, limit=int(limit) if limit else None)
+    with ExitStack() as stack:
+        model = stack.enter_context(anabranch.load(args.model))
+        model.keep_prefixes(memory=0)
+        url = stack.enter_context(started("server", options, args.model))
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)
+        stack.callback(connection.close)
+        ways: dict[str, Callable[[str], Answer]] = {
+            "api": lambda prompt: by_api(model, prompt, args.new),
+            "http": lambda prompt: by_http(connection, prompt, args.new),
+            "again": lambda prompt: by_api(model, prompt, args.new),
+        }
+        answers: dict[str, list[Answer]] = {way: [] for way in ways}
+        rng = random.Random(0)
+        for number, prompt in enumerate([prompts[0], *prompts]):
+            for way in rng.sample(list(ways), len(ways)):
+                answer = ways[way](prompt.text)
+                if answer.failed:
+                    raise InputError(f"{way} did not answer {prompt.text[:60]!r}: {answer.failed}")
+                if number:  # the first one warms
+                    answers[way].append(answer)
+    lengths = {way: [answer.tokens for answer in each] for way, each in answers.items()}
+    if len({tuple(each) for each in lengths.values()}) > 1:
+        raise InputError(f"the answers have other lengths: {lengths}")
+    return {way: compared(answers[way], answers["api"]) for way in ways}
+
+
+def by_http(connection: http.client.HTTPConnection, prompt: str, new: int) -> Answer:
+    """Stream one greedy answer from a server. Its events are read when they came and parsed in the end."""
+    body = body_of("claude-any", prompt, new)
+    began = time.perf_counter()
+    connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    lines = [(time.perf_counter() - began, line) for line in response]
+    if response.status != 200:
+        return Answer(failed=f"status {response.status}: {b''.join(line for _, line in lines)[:200]!r}")
+    return answer_of((at, line.decode().rstrip()) for at, line in lines)
+
+
+def compared(answers: Sequence[Answer], base: Sequence[Answer]) -> dict[str, Any]:
+    """The speed of some answers and how it compares with the same answers in another way, prompt by prompt."""
+    tokens = sum(answer.tokens for answer in answers)
+    first = [1e3 * (mine.first - other.first) for mine, other in zip(answers, base, strict=True)]
+    rates = [other.end / mine.end for mine, other in zip(answers, base, strict=True)]
+    return {
+        "requests": len(answers),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / sum(answer.end for answer in answers), 2),
+        "ttft_ms": quantiles([1e3 * answer.first for answer in answers]),
+        "ttft_above_api_ms": quartiles(first),
+        "speed_of_api": quartiles(rates),
+    }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in statistics.quantiles(values, n=4)]
+
+
+def behind(args: argparse.Namespace, options: str) -> dict[str, Any]:
+    """Send a short prompt at random moments of the reading of a long one, and by itself."""
+    with started("server", options, args.model) as url:
+        long = long_prompt(url, args.tokens)
+        return asyncio.run(_behind(url, long, args.rounds))
+
+
+def long_prompt(url: str, tokens: int) -> str:
+    """A prompt of about so many tokens. Raises InputError if the model has no room for it."""
+    with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+        said = client.post("/tokenize", json={"prompt": WORDS * 20}).json()
+        if tokens + 200 > said["max_model_len"]:
+            raise InputError(f"--tokens {tokens} does not fit the context of {said['max_model_len']}; give fewer")
+        return WORDS * (tokens * 20 // int(said["count"]))
+
+
+async def _behind(url: str, long: str, rounds: int) -> dict[str, Any]:
+    rng = random.Random(0)
+    alone, late, whole = list[float](), list[float](), list[float]()
+    async with httpx.AsyncClient(timeout=PATIENCE, trust_env=False) as client:
+        for number in range(rounds + 1):
+            short = f"{number}. {SHORT}"
+            by_itself = await ask(client, url, "claude-any", short, 8)
+            reading = asyncio.ensure_future(ask(client, url, "claude-any", f"{number}. {long}", 8))
+            await asyncio.sleep(0.3 + rng.random())
+            waited = await ask(client, url, "claude-any", short, 8)
+            if reading.done():
+                raise InputError("the long prompt was read before the short one was answered; give more --tokens")
+            read = await reading
+            if failed := by_itself.failed or waited.failed or read.failed:
+                raise InputError(f"a prompt was not answered: {failed}")
+            if number:  # the first one warms
+                alone.append(1e3 * by_itself.first)
+                late.append(1e3 * waited.first)
+                whole.append(1e3 * read.first)
+    return {
+        "alone": {"ttft_ms": quantiles(alone)},
+        "behind": {"ttft_ms": quantiles(late), "most_ms": round(max(late), 1)},
+        "long": {"ttft_ms": quantiles(whole)},
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(dest="mode", required=True)
+    for mode in (overhead, behind):
+        made = modes.add_parser(mode.__name__, help=mode.__doc__)
+        add = made.add_argument
+        add("--model", default="default", help="the model")
+        add("--out", type=Path, required=True, help="write the result to this JSON file")
+        add("--force", action="store_true", help="replace an existing result")
+        if mode is overhead:
+            add("--suite", default="own", help="prompts: own, spec_bench:40, ...")
+            add("--data", type=Path, help="folder with the suites")
+            add("--new", type=int, default=128, help="tokens of an answer, at most")
+        else:
+            add("--tokens", type=int, default=7000, help="of the long prompt")
+            add("--rounds", type=int, default=8, help="short prompts that are sent")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    try:
+        check_output(args.out, force=args.force)
+        check_writable(args.out)
+        measure = overhead if args.mode == "overhead" else behind
+        found = measure(args, "--prefix-memory 0")
+    except AnabranchError as error:
+        raise SystemExit(f"serve_latency.py: {error}") from error
+    result = {
+        "schema": 1,
+        "command": shown_command("python", *sys.argv),
+        "model": Path(args.model).name,
+        args.mode: found,
+        "environment": environment(torch.device("cpu")),
+    }
+    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    say(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
