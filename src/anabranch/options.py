@@ -10,6 +10,7 @@ from anabranch.declared import CALL, DEFAULTS, SCORES, ChatKeywords, Keywords, S
 from anabranch.decoding.engine import Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Spec, parse_spec
+from anabranch.model.encoder import Source
 from anabranch.model.generation_config import GenerationDefaults
 from anabranch.model.load import Target
 from anabranch.model.text import ChatTemplate, encode, template_reads
@@ -77,6 +78,7 @@ class Options:
                 f"n={values['n']} samples are all the same at temperature 0; give a temperature, or leave n out"
             )
         self.values = values
+        self._sources: dict[tuple[int, ...], Source] = {}
         self.structure = source_of(values)
         if self.structure is not None and values["ignore_eos"]:
             raise InputError(
@@ -106,11 +108,19 @@ class Options:
             raise InputError(f"stream decodes one sample at a time, got n={self.values['n']}; use generate for several")
 
     def request(self, prompt_ids: list[int], target: Target, seed: int | None = None) -> Request:
-        """The engine's request for a prompt. Raises InputError for a token id that the target does not have, and for a
-        prompt that leaves no room below the model's own ``max_length``.
+        """The engine's request for a prompt, which is the source of an encoder-decoder model.
 
         seed  None: the first one that is given
+
+        Raises InputError for a token id that the target does not have, and for a prompt that leaves no room below the
+        model's own ``max_length``; CapabilityError for a model that reads no text.
         """
+        source, encoder = None, target.config.encoder
+        if encoder is not None:
+            if encoder.channels:
+                raise CapabilityError(f"{target.name} reads speech, not text; use transcribe")
+            source = self._sources.setdefault(tuple(prompt_ids), Source(prompt_ids))  # its samples share it
+            prompt_ids = list(encoder.start)
         values, defaults, vocabulary = self.values, target.generation, target.config.vocab_size
         stop_ids = ids_of("stop_token_ids", values["stop_token_ids"])
         if wrong := [token for token in stop_ids if token >= vocabulary]:
@@ -119,7 +129,9 @@ class Options:
             raise InputError(f"top_log_probs must be at most {vocabulary}, got {values['top_log_probs']}")
         ends = frozenset((*stop_ids, *(() if values["ignore_eos"] else target.config.eos_token_ids)))
         new, scores = self._new_tokens(len(prompt_ids), defaults), self._scores(defaults)
-        own = score_processors(scores, prompt_ids, ends, len(prompt_ids) + new, vocabulary)
+        own = score_processors(
+            *(scores, prompt_ids, ends, len(prompt_ids) + new, vocabulary), None if source is None else source.tokens
+        )
         sampling = sampling_params(
             values,
             defaults.cuts,
@@ -134,6 +146,7 @@ class Options:
             lora=values["lora"],
             top_log_probs=int(values["top_log_probs"]),
             prediction=self._prediction(target),
+            source=source,
         )
 
     def _prediction(self, target: Target) -> Sequence[int]:

@@ -37,16 +37,23 @@ def first_penalty(options: ScoreKeywords) -> float:
 
 
 def score_processors(
-    options: ScoreKeywords, prompt_ids: Sequence[int], ends: Iterable[int], max_length: int, vocabulary: int
+    options: ScoreKeywords,
+    prompt_ids: Sequence[int],
+    ends: Iterable[int],
+    max_length: int,
+    vocabulary: int,
+    source: Sequence[int] | None = None,
 ) -> tuple[LogitsProcessor, ...]:
     """The processors of a prompt's logits after ``first_penalty``, in the order of transformers.
 
     ends        the token ids that end the text
     max_length  tokens of the prompt and of the longest text after it
+    source      the text that options named after an encoder look at; None: the prompt
 
     Raises InputError for a token id that is not in the vocabulary.
     """
     prompt, end_ids = tuple(int(token) for token in prompt_ids), tuple(sorted(ends))
+    encoded = prompt if source is None else tuple(source)
     _check_ids(options, vocabulary)
     made: list[LogitsProcessor] = []
     if added := biases("sequence_bias", options.get("sequence_bias")):
@@ -54,7 +61,7 @@ def score_processors(
     if added := logit_biases("logit_bias", options.get("logit_bias")):
         made.append(partial(_bias, added))
     if (reward := options.get("encoder_repetition_penalty") or 1) != 1:
-        made.append(partial(_penalise, prompt, 1 / reward))
+        made.append(partial(_penalise, encoded, 1 / reward))
     if (penalty := options.get("repetition_penalty") or 1) != 1 and first_penalty(options) == 1:
         made.append(partial(_penalise, None, penalty))
     presence, frequency = options.get("presence_penalty") or 0.0, options.get("frequency_penalty") or 0.0
@@ -63,7 +70,7 @@ def score_processors(
     if size := int(options.get("no_repeat_ngram_size") or 0):
         made.append(partial(_forbid_repeats, size, None))
     if size := int(options.get("encoder_no_repeat_ngram_size") or 0):
-        made.append(partial(_forbid_repeats, size, prompt))
+        made.append(partial(_forbid_repeats, size, encoded))
     bad = words("bad_words_ids", options.get("bad_words_ids"))
     if bad := tuple(word for word in bad if word not in {(end,) for end in end_ids}):
         made.append(partial(_bias, tuple((word, -math.inf) for word in bad)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import PAIRS
 from toys import CASES
 
 from anabranch.errors import ModelError
@@ -26,7 +27,10 @@ UNDECLARED = {
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "layer_types"),
     *("rotary_emb_base", "rotary_pct", "head_dim", "rope_local_base_freq", "sliding_window_pattern"),
     *("full_attention_interval",),
+    *("decoder_start_token_id", "scale_decoder_outputs", "bos_token_id", "tie_word_embeddings"),  # of T5
 }
+# families of encoder-decoder models
+WITH_SOURCE = {family for family, table in FIELDS.items() if "decoder_start_token_id" in table.honoured}
 MODULES = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}  # where the names of family and module differ
 ROTARY = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
 
@@ -97,7 +101,8 @@ def test_each_field_that_transformers_has_or_reads_is_classified(family: str) ->
         modeling -= {"num_position_embeddings", "out_hidden_size"}
     if family == "gpt_neox":  # which has names of its own for these
         rotary -= {"rope_theta", "partial_rotary_factor"}
-    assert {"hidden_size", "num_hidden_layers"} <= modeling | declared, "the reads are found"
+    sizes = {"d_model"} if family in WITH_SOURCE else {"hidden_size", "num_hidden_layers"}
+    assert sizes <= modeling | declared, "the reads are found"
     assert {"sliding_window", "is_causal", "layer_types"} <= everywhere
     assert sorted((declared | modeling | everywhere | rotary) - known(family)) == []
 
@@ -139,9 +144,10 @@ def test_an_empty_config_is_that_of_the_class(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_refused_fields_are_named(family: str) -> None:
+    cases = {**CASES, **PAIRS}
     base = {
         "model_type": family,
-        **CASES.get(family, CASES["qwen3_5" if family == "qwen3_5_text" else "mistral-sliding"])[1],
+        **cases.get(family, cases["qwen3_5" if family == "qwen3_5_text" else "mistral-sliding"])[1],
     }
     for name, (neutral, _) in FIELDS[family].refused.items():
         for value in neutral:
@@ -161,7 +167,7 @@ def test_fields_of_other_families_are_ignored_even_if_malformed() -> None:
 
 PAGE = Path(__file__).parents[2] / "docs" / "installation.md"
 # in the page's text: the fields of all families, and those of all with rotary positions
-OF_ALL = set.intersection(*(set(table.honoured) for table in FIELDS.values()))
+OF_ALL = set.intersection(*(set(table.honoured) for family, table in FIELDS.items() if family not in WITH_SOURCE))
 OF_ROTARY = {"rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
 REFUSED_BY_ALL = set.intersection(*(set(table.refused) for table in FIELDS.values()))
 

@@ -189,7 +189,7 @@ def _time_passes(target: Decoder) -> tuple[list[float], dict[int, list[float]], 
     context, widest = max(0, min(CONTEXT, longest - WIDTHS[-1])), WIDTHS[-1]
     capacity = context + (widest if target.rider is None else target.rider.positions(widest))
     cache = target.new_cache(1, capacity)
-    cache.add_row()
+    cache.add_row(0, None if target.encoder is None else target.encode(target.encoder.some(CONTEXT)))
 
     def once(width: int, length: int, need: Literal["hidden", "tokens"] = "tokens") -> float:
         """Time a pass over some tokens of the text with ``length`` tokens in the cache."""

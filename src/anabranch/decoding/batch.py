@@ -16,6 +16,7 @@ from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import room_for, shared_length
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Source
 from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
@@ -40,6 +41,7 @@ class Request:
                rows of its own (``Decoder.rider``) has them at these tokens too
     lora       the name of the LoRA that its row decodes with; None: the target as it is
     prediction  tokens that the new text is expected to resemble, for drafts
+    source      the input of an encoder-decoder model; the prompt is then what the decoder begins with
     """
 
     prompt_ids: Sequence[int]
@@ -53,6 +55,7 @@ class Request:
     lora: str | None = None
     top_log_probs: int = 0
     prediction: Sequence[int] = ()
+    source: Source | None = None
 
 
 class Member:
@@ -64,13 +67,14 @@ class Member:
     greedy  its tokens follow from the most probable ones, which its constraint may correct (``Scores``)
     rides  whether the pass of its first step may read the end of its prompt
     ready  whether it takes part in steps
+    encoded  whether the encoder has read its source, if it has one
     """
 
     def __init__(self, request: Request, drafter: Drafter, limit: int, *, rides: bool = False) -> None:
         self.request, self.drafter, self.limit, self.rides = request, drafter, limit, rides
-        self.ready = False
+        self.ready, self.encoded = False, request.source is None
         prompt = [int(t) for t in request.prompt_ids]
-        self.row = Row(prompt, len(prompt), request.sampling.unconstrained, request.rule)
+        self.row = Row(prompt, len(prompt), request.sampling.unconstrained, request.rule, source=request.source)
         self.begin = len(prompt) - request.emitted
         self.expected = Expected(request.prediction) if request.prediction else None
         self.read = 0  # prompt tokens in the cache
@@ -157,8 +161,9 @@ class Batch:
         return sum(member.unread for member in self._members[: self._ready])
 
     def left(self, key: int) -> int:
-        """Return how many prompt tokens of a row are not in the cache yet."""
-        return self._members[self._slot(key)].unread
+        """Return how many tokens of a row's source and prompt are to be read."""
+        member = self._members[self._slot(key)]
+        return member.unread + (0 if member.encoded else self.target.source_size(member.request.source))
 
     def add(self, request: Request, drafter: Drafter | None = None) -> int:
         """Take a row and read its prompt; returns the row's id. Raises for what cannot be served."""
@@ -191,19 +196,22 @@ class Batch:
         self.cache.lengths[slot] = member.read = known
         self._members.append(member)
         drafter.join(member.row)
-        if not member.unread:
+        if member.encoded and not member.unread:
             self._begin(slot)
         return member.row.id
 
     def read(self, key: int, tokens: int = CHUNK) -> int:
         """Read at most ``tokens`` of a row's prompt in a pass of its own, or leave its end to that of its first step.
 
-        Returns how many there were; 0 once the row takes part in steps. Where that fails, the row leaves.
+        A source comes first, as a whole. Returns how many there were; 0 once the row takes part in steps. Where that
+        fails, the row leaves.
         """
         slot = self._slot(key)
         member = self._members[slot]
         if member.ready:
             return 0
+        if not member.encoded:
+            return self._encode(slot)
         if member.rides and member.unread <= tokens:
             self._begin(slot)
             return member.unread
@@ -225,6 +233,22 @@ class Batch:
         if not member.unread:
             self._begin(slot)
         return member.read - start
+
+    def _encode(self, slot: int) -> int:
+        """Run the encoder over a row's source; returns the positions that it read. Where that fails, the row leaves."""
+        member = self._members[slot]
+        assert member.request.source is not None
+        self.at_fault = None
+        try:
+            with self.target.inference():
+                self.cache.memories[slot] = self.target.encode(member.request.source)
+        except BaseException:
+            self._drop(slot, failed=True)
+            raise
+        member.encoded = True
+        if not member.unread:
+            self._begin(slot)
+        return self.target.source_size(member.request.source)
 
     def _slot(self, key: int) -> int:
         return next(slot for slot, member in enumerate(self._members) if member.row.id == key)
@@ -289,6 +313,10 @@ class Batch:
         if request.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
         check_tokens(prompt, target.config.vocab_size, "the prompt")
+        if target.encoder is not None:
+            target.encoder.check(request.source)
+        elif request.source is not None:
+            raise InputError("this model has no encoder, so a request has no source; give a prompt alone")
         longest = target.config.max_positions
         if len(prompt) >= longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, but the model's limit is {longest}; shorten it")
@@ -324,6 +352,7 @@ class Batch:
                     "'prompt_lookup', or leave the prediction out"
                 )
         drafter.check(request.sampling.unconstrained, request.rule)
+        drafter.check_source(request.source)
 
     def _bare(self, member: Member) -> int:
         """Return how many of a row's first tokens are read without rows of the target's own."""
@@ -335,8 +364,8 @@ class Batch:
         If the target has rows of its own, the keys and values of completion tokens depend on these, and a prompt's do
         not.
         """
-        if self.cache.states is not None:
-            return 0  # the state is that of the whole text
+        if self.cache.states is not None or self.target.encoder is not None:
+            return 0  # the state is that of the whole text; keys and values depend on the source
         length = self.cache.lengths[slot]
         return length if self.target.rider is None else min(length, self._bare(self._members[slot]))
 

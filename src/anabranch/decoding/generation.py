@@ -32,6 +32,7 @@ class Generation:
     finish_reason  "stop": an end token or a stop string; "length": max_new_tokens or the model's context length
     stop_reason    with "stop": the end token's id, or the stop string
     sources        what proposed each token: "target", or a label of the drafter
+    prompt_ids     the prompt; the source of an encoder-decoder model
     drafter        the drafter that was used, as a specification: with "auto" the one that was chosen
     log_probs      the target's raw log probability of each token, if requested
     top_log_probs  at each place the most probable tokens by id, most probable first, if requested
@@ -129,9 +130,10 @@ class Output:
         request, used = self.ticket.request, self.ticket.used
         assert used is not None, "a row that has steps has a drafter"
         self.stats.cached_tokens = self.ticket.reused
-        self.stats.prefill_tokens = len(request.prompt_ids) - 1 - self.ticket.reused
+        source = () if request.source is None else request.source.tokens
+        self.stats.prefill_tokens = len(source) + len(request.prompt_ids) - 1 - self.ticket.reused
         log_probs = self.log_probs if request.log_probs else None
-        prompt = list(request.prompt_ids)
+        prompt = list(source or request.prompt_ids)
         return Generation(
             *(self.detokenizer.text, self.tokens, reason, self.stats, prompt, self.sources, log_probs),
             drafter=used.spec or used.name,

@@ -77,6 +77,8 @@ def scoring(
     target, config = scheduler.target, scheduler.target.config
     if target.rider is not None:
         raise CapabilityError("this target's passes have streams, so it has no score of a text; load the model without")
+    if target.encoder is not None:
+        raise CapabilityError("this model writes a text about a source, so it has no score of a text by itself")
     if lora is not None:
         target.loras.check(lora)
     check_tokens(tokens, config.vocab_size, "the text")

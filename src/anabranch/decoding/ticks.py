@@ -187,13 +187,14 @@ class Ticks:
         return again[:1] or [*self._waiting]
 
     def _left(self, ticket: Ticket) -> int:
-        """Return how many prompt tokens of a request are to be read."""
+        """Return how many tokens of a request's source and prompt are to be read."""
         if ticket.row is not None:
             assert self.engine is not None
             return self.engine.left(ticket.row)
         if ticket.expected is None:
             prompt = ticket.request.prompt_ids
-            ticket.expected = len(prompt) - self.prefixes.find(self._family(ticket), prompt)
+            new = len(prompt) - self.prefixes.find(self._family(ticket), prompt)
+            ticket.expected = new + self.target.source_size(ticket.request.source)
         return ticket.expected
 
     def _read(self, ticket: Ticket, tokens: int, began: float) -> int:
@@ -354,7 +355,7 @@ class Ticks:
         most = min(len(prompt) - 1, drafter.recalls(prompt))
         if self.target.rider is not None:  # what was emitted has rows of the target's own, which no kept text has
             most = min(most, len(prompt) - 1 - request.emitted)
-        if not most or not self.prefixes.most:
+        if not most or not self.prefixes.most or request.source is not None:
             return 0
         family, slot = self._family(ticket), engine.cache.count
         live, source = engine.longest_shared(prompt[:most], *family)

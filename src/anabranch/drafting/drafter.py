@@ -23,6 +23,7 @@ from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Source
 from anabranch.model.inputs import DeviceTrees
 from anabranch.model.passes import PassResult, Rider
 from anabranch.sampling import SamplingParams
@@ -86,6 +87,7 @@ class Row:
     """One sequence of the batch, as a drafter sees it.
 
     tokens     prompt and committed tokens; the last one is the root of the next draft tree
+    source     the input of the encoder that the row's tokens are about; None in a decoder-only model
     max_depth  maximum useful depth of a draft in this step: the tokens that may still be emitted besides the next one
     acceptance    corrects the drafters' probabilities by what was accepted
     state      each drafter's state for this row
@@ -101,6 +103,17 @@ class Row:
     acceptance: Acceptance = field(default_factory=Acceptance)
     state: dict[Drafter, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    source: Source | None = None
+
+    @property
+    def context(self) -> Sequence[int]:
+        """The text that drafts may repeat: the tokens, after those of the source if there is one."""
+        return self.tokens if self.source is None else [*self.source.tokens, *self.tokens]
+
+    @property
+    def given(self) -> int:
+        """How many tokens of ``context`` were there before the first new one."""
+        return self.prompt_length + (0 if self.source is None else len(self.source.tokens))
 
     @property
     def root(self) -> int:
@@ -186,6 +199,9 @@ class Drafter(ABC):
                 f"rule={rule!r} would not be exact; use rule='match'"
             )
 
+    def check_source(self, source: Source | None) -> None:  # noqa: B027 - most read none
+        """Raise InputError if this drafter cannot read the source of a request."""
+
     def recalls(self, tokens: Sequence[int]) -> int:
         """Count the tokens at the beginning of a new row's prompt that this drafter need not read again."""
         return 0 if self.needs.prompt else len(tokens)
@@ -267,6 +283,7 @@ class Method:
     candidates  settings for the tuner to try, for drafts of at most this many nodes. They must differ only in size: a
                 smaller draft is the best nodes of the largest one, up to ``Drafter.depth_of``
     variants    settings that support different things, as text; a row each in the table of capabilities
+    with_source whether it drafts for encoder-decoder targets too
     default     whether it is measured where no method is named and, if nothing is trained for it, part of everything
                 that "auto" may choose; methods with a trained module are choices wherever it is loaded
     combines    whether its trees can be merged with those of other methods
@@ -288,6 +305,7 @@ class Method:
     tables: Tables | None = None
     candidates: Callable[[int], Iterable[Settings]] = lambda nodes: ()
     variants: tuple[str, ...] = ("",)
+    with_source: bool = False
     default: bool = False
     combines: bool = True
     detached: bool = False

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Row, tally
 from anabranch.model.cache import Cache, shared_length
+from anabranch.model.encoder import Memory
 from anabranch.model.inputs import Inputs
 
 __all__ = ["CHUNK", "Continuations", "Place", "Reader"]
@@ -141,6 +142,10 @@ class Reader(ABC):
     def _run(self, inputs: Inputs, at: Sequence[tuple[int, int]]) -> Tensor:
         """A pass over all rows; returns what it computes [n, ...] after the nodes ``at``: slots and places there."""
 
+    def _memory(self, row: Row) -> Memory | None:
+        """The keys and values of a row's source; None: the model has no encoder."""
+        return None
+
     # -- rows leave, texts are read ---------------------------------------------------------------------
     def leave(self, row: Row) -> None:
         """Free a row's slot; its keys and values serve the next text that begins like it."""
@@ -201,7 +206,7 @@ class Reader(ABC):
         self._reserve(len(row.tokens) + TOGETHER, rows=len(self._rows) + 1)
         assert self.cache is not None
         slot, (count, source) = self.cache.count, self.known(row.tokens)
-        self.cache.add_row(len(row.tokens))
+        self.cache.add_row(len(row.tokens), self._memory(row))
         if count:
             self.cache.fork(source, slot, count)
             self.cache.lengths[slot] = count

@@ -166,7 +166,7 @@ class LookaheadDrafter(Drafter):
 
     def join(self, row: Row) -> None:
         """Fill level 0 with tokens of the prompt, the same for the same prompt."""
-        guessed = [row.root, *random.Random(0).choices(row.tokens, k=self.window + self.ngram - 3)]
+        guessed = [row.root, *random.Random(0).choices(row.context, k=self.window + self.ngram - 3)]
         lengths = self.ngram - 1
         row.state[self] = _Ahead(
             Window(guessed, self.ngram),
@@ -185,7 +185,7 @@ class LookaheadDrafter(Drafter):
 
     def _draft(self, row: Row, budget: int) -> DraftTree:
         ahead: _Ahead = row.state[self]
-        text = row.tokens
+        text = row.context
         ahead.settle(text)
         if self.prompt:
             for end in range(max(self.ngram, ahead.read + 1), len(text) + 1):
@@ -261,6 +261,7 @@ METHOD = Method(
     name="lookahead",
     summary="n-grams that the target made up ahead of the text, in a window beside the draft; needs nothing",
     settings=LookaheadSettings,
+    with_source=True,
     build=_build,
     order=lambda source: 1 if source == "lookahead" else None,
 )

@@ -35,6 +35,7 @@ METHOD = Method(
     name="none",
     summary="plain decoding: nothing is drafted",
     settings=NoSettings,
+    with_source=True,
     build=lambda target, settings, module: NoDrafter(),
     combines=False,
 )

@@ -108,8 +108,8 @@ class PromptLookupDrafter(Drafter):
 
     def _draft(self, row: Row, budget: int) -> DraftTree:
         index: Index = row.state[self]
-        text = row.tokens
-        index.extend(text, row.prompt_length)
+        text = row.context
+        index.extend(text, row.given)
         count = min(self.tokens, row.max_depth, budget - 1)
         if count < 1:
             return DraftTree.root(row.root)
@@ -168,6 +168,7 @@ METHOD = Method(
     summary="the continuation of the most recent earlier match of the current n-gram; needs no model",
     settings=LookupSettings,
     variants=("", "tokens=auto", "matches=3"),
+    with_source=True,
     build=_build,
     candidates=lambda nodes: (LookupSettings(tokens=str(n)) for n in (2, 3, 6, 10) if n < nodes),
     default=True,

@@ -22,7 +22,7 @@ from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter, Method
 from anabranch.drafting.quoting import pieces
 from anabranch.drafting.settings import Settings
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.support.nearest import hint
@@ -211,6 +211,11 @@ def _single(unit: Spec, target: Decoder, modules: Sequence[nn.Module | None], sh
     if before:
         build_pair = before[0].method.pairs[part.method.name]
         return build_pair(target, before[0].settings, part.settings, module)
+    if target.encoder is not None and not part.method.with_source:
+        raise CapabilityError(
+            f"the drafter {part.method.name!r} does not draft for encoder-decoder models; use draft_model, "
+            "prompt_lookup, suffix, ngram or lookahead"
+        )
     drafter = shared.get(part) or part.method.build(target, part.settings, module)
     if module is None:
         shared[part] = drafter

@@ -78,6 +78,7 @@ METHOD = Method(
     name="staged",
     summary="a draft model whose own tokens are drafted for in turn; needs the same",
     settings=StagedSettings,
+    with_source=True,
     build=_build,
     reads=TRAINED,
     variants=("", "tree=auto", "tree=chain", "tree=iid", "tree=without"),

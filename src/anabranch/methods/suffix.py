@@ -231,11 +231,12 @@ class SuffixDrafter(Drafter):
 
     def _take(self, row: Row, seen: _Seen) -> None:
         """Take in what the row's text has gained."""
-        new = row.tokens[seen.taken :]
+        text = row.context
+        new = text[seen.taken :]
         seen.own.extend(seen.key, new)
         if self.shared is not None and seen.shared is not None:
-            self.shared.extend(seen.shared, new[max(0, row.prompt_length - seen.taken) :])
-        seen.taken = len(row.tokens)
+            self.shared.extend(seen.shared, new[max(0, row.given - seen.taken) :])
+        seen.taken = len(text)
 
     def _draft(self, row: Row, budget: int) -> DraftTree:
         seen: _Seen = row.state[self]
@@ -357,6 +358,7 @@ METHOD = Method(
     summary="continuations of the text's end by frequency, in this text and in earlier outputs; needs nothing",
     settings=SuffixSettings,
     variants=("", "nodes=auto"),
+    with_source=True,
     build=_build,
     # without a store: the tuner decodes the same prompts again and again, and would measure how well it remembers them
     candidates=lambda nodes: (SuffixSettings(nodes=str(n), store=0) for n in (3, 5, 8, 16, 24) if n <= nodes),

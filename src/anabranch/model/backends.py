@@ -53,7 +53,7 @@ class TorchBackend:
         """Run a whole pass, up to the last norm."""
         inputs, cache, slots, taps, rider, _, sides = request
         nodes = Nodes.of(inputs, cache.lengths[slots])
-        run = Pass(network.config, nodes, cache, slots, network.rope(), sides=sides)
+        run = Pass(network.config, nodes, cache, slots, network.rope(), sides=sides, relative=network.relative)
         return self._through(network, run, inputs.counts_B, taps, rider).without_prefill(inputs)
 
     def _through(
@@ -99,7 +99,8 @@ class TorchBackend:
         for index in range(low, high):
             side = None if run.sides is None else run.sides[index]
             mix = run.recur if network.config.is_recurrent(index) else run.attend
-            x = network.blocks[index](x, run.cos, run.sin, partial(mix, index), side)
+            recall = None if network.encoder is None else partial(run.recall, index)
+            x = network.blocks[index](x, run.cos, run.sin, partial(mix, index), side, recall)
         return x
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
@@ -156,6 +157,8 @@ class GraphBackend(TorchBackend):
             or (width is None or longest + width > cache.capacity)
             # the host reads which experts are chosen, and follows the tree where states do
             or (network.config.experts is not None or network.config.recurrent is not None)
+            # sources have lengths of their own
+            or network.encoder is not None
             or (rope.varies and any(cache.unread(slots)))  # the rest of a prompt may take tables of its own
         ):
             return super().run(network, request)

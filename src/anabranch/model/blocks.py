@@ -19,7 +19,7 @@ from anabranch.model.mlp import MLP
 from anabranch.model.recurrent import DeltaNet
 from anabranch.model.rope import rotate
 
-__all__ = ["Attend", "Block", "Norm", "RowSide", "attention"]
+__all__ = ["Attend", "Block", "Cross", "Norm", "Recall", "RowSide", "attention"]
 
 
 class Norm(nn.Module):
@@ -72,6 +72,31 @@ class RowSide(Protocol):
 
 Attend: TypeAlias = Callable[..., Tensor]
 """q [B, R, H, E], k and v [B, R, K, E], and sinks [H] if the layer has them -> [B, R, H E]."""
+Recall: TypeAlias = Callable[[Tensor], Tensor]
+"""q [B, R, H, E] -> [B, R, H E]: attention to the sources of the rows."""
+
+
+class Cross(nn.Module):
+    """Attention of a decoder's layer to the output of the encoder, of width ``source``."""
+
+    def __init__(self, config: ModelConfig, source: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = config.num_heads, config.num_kv_heads, config.head_dim
+        q, kv = self.heads * self.width, self.kv_heads * self.width
+        self.q: nn.Module = nn.Linear(config.hidden_size, q, bias=config.qkv_bias)
+        self.kv: nn.Module = nn.Linear(source, 2 * kv, bias=config.qkv_bias)
+        self.out: nn.Module = nn.Linear(q, config.hidden_size, bias=config.out_bias)
+
+    def memory(self, states_SD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [K, S, E] of an encoder's output."""
+        kv = self.kv(states_SD).view(len(states_SD), 2, self.kv_heads, self.width).permute(1, 2, 0, 3).contiguous()
+        return kv[0], kv[1]
+
+    def forward(self, h: Tensor, recall: Recall) -> Tensor:
+        """[B, R, D] -> [B, R, D]."""
+        q = self.q(h).view(*h.shape[:2], self.heads, self.width)
+        o: Tensor = self.out(recall(q))
+        return o
 
 
 class Block(nn.Module):
@@ -99,6 +124,9 @@ class Block(nn.Module):
         q_width, k_width = (q, kv) if config.qk_norm == "all" else (config.head_dim, config.head_dim)
         self.q_norm = Norm(config, q_width) if config.qk_norm != "none" and attends else None
         self.k_norm = Norm(config, k_width) if config.qk_norm != "none" and attends else None
+        source = config.encoder
+        self.cross = None if source is None else Cross(config, source.layers.hidden_size)
+        self.norm_cross = None if source is None else Norm(config)
         self.norm_mlp = Norm(config) if config.wiring != "parallel" and config.pre_norms else None
         self.norm_after_attention = Norm(config) if config.post_norms else None
         self.norm_after_mlp = Norm(config) if config.post_norms else None
@@ -108,7 +136,8 @@ class Block(nn.Module):
         parts = self.mlp.experts if isinstance(self.mlp, Experts) else (self.mlp,)
         gate = () if self.gate is None else ((self, "gate"),)
         mixes = ((self, "qkv"), (self, "out"), *gate) if self.mixer is None else self.mixer.linears()
-        return *mixes, *((part, name) for part in parts for name in ("up", "down"))
+        cross = () if self.cross is None else tuple((self.cross, name) for name in ("q", "kv", "out"))
+        return *mixes, *cross, *((part, name) for part in parts for name in ("up", "down"))
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fused projections [B, R, (H+2K)E] -> q [B, R, H, E], k and v [B, R, K, E], q and k rotated."""
@@ -132,9 +161,21 @@ class Block(nn.Module):
             k = rotate(k, *_columns(cos, sin, turn.keys, turn.width))
         return q, k, v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, side: RowSide | None = None) -> Tensor:
-        """x [B, R, D] -> [B, R, D]; ``attend`` does the attention, with the cache and the mask."""
-        h = self.norm_in(x)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        side: RowSide | None = None,
+        recall: Recall | None = None,
+    ) -> Tensor:
+        """x [B, R, D] -> [B, R, D]; ``attend`` does the attention, with the cache and the mask.
+
+        recall  attends to the rows' sources, in a layer with cross-attention
+        """
+        post = self.config.wiring == "post"
+        h = x if post else self.norm_in(x)
         if self.mixer is not None:
             o = self.mixer(h, attend)
         else:
@@ -148,17 +189,31 @@ class Block(nn.Module):
             o = self.norm_after_attention(o)
         if (scale := self.config.residual_scale) != 1.0:
             o = o * scale
-        if self.config.wiring == "sequential":
-            x = x + o
-            h = x if self.norm_mlp is None else self.norm_mlp(x)
-        elif self.norm_mlp is not None:
-            h = self.norm_mlp(x)
+        in_turn = post or self.config.wiring == "sequential"
+        if in_turn:
+            x = self.norm_in(x + o) if post else x + o
+            if self.cross is not None:
+                x = self._across(x, recall, post=post)
+        if self.norm_mlp is not None:
+            h = x if post else self.norm_mlp(x)
+        elif in_turn:
+            h = x
         m = self.mlp(h) if side is None or isinstance(self.mlp, Experts) else side.mlp(h, self.mlp)
         if self.norm_after_mlp is not None:
             m = self.norm_after_mlp(m)
         if scale != 1.0:
             m = m * scale
-        return x + m if self.config.wiring == "sequential" else x + o + m
+        x = x + m if in_turn else x + o + m
+        return self.norm_mlp(x) if post and self.norm_mlp is not None else x
+
+    def _across(self, x: Tensor, recall: Recall | None, *, post: bool) -> Tensor:
+        """Add the attention to the rows' sources."""
+        assert self.cross is not None
+        assert self.norm_cross is not None
+        assert recall is not None, "a layer with cross-attention needs sources"
+        if post:
+            return self.norm_cross(x + self.cross(x, recall))  # type: ignore[no-any-return]
+        return x + self.cross(self.norm_cross(x), recall)  # type: ignore[no-any-return]
 
 
 def _columns(cos: Tensor, sin: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
@@ -178,8 +233,8 @@ def attention(
 ) -> Tensor:
     """Grouped-query attention without repeated keys: the G query heads of a kv head are stacked as rows.
 
-    ``bias`` [B, 1, G N, L] is added to the scores; None: no mask. Each of ``sinks_H`` takes part in the softmax of a
-    query head like the score of a position whose value is zero. Returns [B, N, H E].
+    ``bias`` [B, 1 or K, G N, L] is added to the scores; None: no mask. Each of ``sinks_H`` takes part in the softmax of
+    a query head like the score of a position whose value is zero. Returns [B, N, H E].
     """
     b, n, h, e = q_BNHE.shape
     kv = k_BKLE.shape[1]

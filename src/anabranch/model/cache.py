@@ -21,6 +21,7 @@ from torch import Tensor
 
 from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.model.config import ModelConfig
+from anabranch.model.encoder import Memory
 from anabranch.model.graphs import Graphs
 from anabranch.model.recurrent import States
 from anabranch.native import library as native
@@ -119,6 +120,7 @@ class Cache:
         self._kernels = kernels
         self.lengths: list[int] = []
         self.prompts: list[int] = []  # the length for which each row's prompt is rotated (``Rope``)
+        self.memories: list[Memory | None] = []  # of the rows' sources, which rows may share
         self._width = 0
         self._selections: list[tuple[int, Tensor]] = []
 
@@ -128,15 +130,17 @@ class Cache:
         return len(self.lengths)
 
     # -- rows join and leave ---------------------------------------------------------------------
-    def add_row(self, prompt: int = 0) -> int:
+    def add_row(self, prompt: int = 0, memory: Memory | None = None) -> int:
         """Take the next free row and return its slot. Raises InputError if all are in use.
 
         prompt  the number of prompt tokens, for rotations that depend on it
+        memory  the keys and values of the row's source, in an encoder-decoder model
         """
         if self.count >= self.rows:
             raise InputError(f"all {self.rows} rows of the cache are in use; wait for one to finish or allocate more")
         self.lengths.append(0)
         self.prompts.append(prompt)
+        self.memories.append(memory)
         if self.states is not None:
             self.states.clear(self.count - 1)
         return self.count - 1
@@ -150,15 +154,20 @@ class Cache:
             self.values[:, slot, :, :n] = self.values[:, last, :, :n]
             if self.states is not None:
                 self.states.copy(last, slot)
-            self.lengths[slot], self.prompts[slot] = self.lengths[last], self.prompts[last]
-        self.lengths.pop()
-        self.prompts.pop()
+            self._rename(last, slot)
+        for each in (self.lengths, self.prompts, self.memories):
+            each.pop()
         return last
+
+    def _rename(self, source: int, slot: int) -> None:
+        """Let ``slot`` have the length, the rotations and the source of another row."""
+        self.lengths[slot], self.prompts[slot] = self.lengths[source], self.prompts[source]
+        self.memories[slot] = self.memories[source]
 
     def move_row(self, source: int, slot: int) -> None:
         """Copy the row in ``source`` to ``slot``, which is overwritten."""
         self.fork(source, slot, self.lengths[source])
-        self.lengths[slot], self.prompts[slot] = self.lengths[source], self.prompts[source]
+        self._rename(source, slot)
 
     def fork(self, source: int, slot: int, length: int) -> None:
         """Copy the first ``length`` tokens in ``source`` to ``slot``; both may be unused.
@@ -184,7 +193,8 @@ class Cache:
         if self.states is not None and state is not None:
             self.states.copy(long, short)
             self.states.put(long, state)
-        for each in (self.lengths, self.prompts):
+        rows: tuple[list[Any], ...] = (self.lengths, self.prompts, self.memories)
+        for each in rows:
             each[one], each[other] = each[other], each[one]
 
     @property
@@ -222,7 +232,7 @@ class Cache:
             made.values[:, slot, :, :span] = self.values[:, slot, :, :span]
         if self.states is not None and made.states is not None:
             made.states.take(self.states, min(rows, self.rows))
-        made.lengths, made.prompts = list(self.lengths), list(self.prompts)
+        made.lengths, made.prompts, made.memories = list(self.lengths), list(self.prompts), list(self.memories)
         return made
 
     def unread(self, slots: slice) -> list[int]:

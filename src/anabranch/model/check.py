@@ -35,18 +35,27 @@ class _Range(NamedTuple):
 
 
 # Upper limits are far above any published model; they prevent huge allocations for damaged configs.
-_WIDTH, _HEADS, _LAYERS = _Range(1, 1 << 20), _Range(1, 1 << 14), _Range(1, 1 << 12)
+_WIDTH, _HEADS, _LAYERS, _INNER = _Range(1, 1 << 20), _Range(1, 1 << 14), _Range(1, 1 << 12), _Range(1, 1 << 24)
 _POSITIONS = _Range(1, (1 << 31) - 1)
 _EPSILON, _SHARE = _Range(1e-30, 1, whole=False), _Range(1e-6, 1, whole=False)
 _THETA, _FACTOR = _Range(1.001, 1e15, whole=False), _Range(1e-6, 1e6, whole=False)
 _NUMBERS: dict[str, _Range] = {
     "vocab_size": _Range(1, 1 << 24),
-    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), _WIDTH),
-    **dict.fromkeys(("intermediate_size", "shared_intermediate_size", "ffn_dim", "n_inner"), _Range(1, 1 << 24)),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), _HEADS),
-    "head_dim": _Range(1, 1 << 14),
+    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim", "d_model"), _WIDTH),
+    **dict.fromkeys(("intermediate_size", "shared_intermediate_size", "ffn_dim", "n_inner", "d_ff"), _INNER),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), _INNER),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), _LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_heads"), _HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("head_dim", "d_kv"), _Range(1, 1 << 14)),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), _POSITIONS),
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), _Range(1, 1 << 20)),
+    "decoder_vocab_size": _Range(1, 1 << 24),
+    "decoder_start_token_id": _Range(0, 1 << 24),
+    "num_mel_bins": _Range(1, 1 << 12),
+    "relative_attention_num_buckets": _Range(1, 1 << 16),
+    "relative_attention_max_distance": _Range(2, (1 << 31) - 1),
     "original_max_position_embeddings": _POSITIONS,
     "sliding_window": _Range(2, (1 << 31) - 1),  # transformers' cache does not slide with a window of 1
     "max_window_layers": _Range(0, 1 << 12),
@@ -72,9 +81,10 @@ _NUMBERS: dict[str, _Range] = {
 }
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "enable_bias", "use_sliding_window", "use_parallel_residual",
-    "scale_attn_weights", "norm_topk_prob",
+    "scale_attn_weights", "norm_topk_prob", "scale_embedding", "share_encoder_decoder_embeddings",
+    "scale_decoder_outputs",
 )  # fmt: skip
-_NAMES = ("hidden_act", "hidden_activation", "activation_function", "position_embedding_type")
+_NAMES = ("hidden_act", "hidden_activation", "activation_function", "position_embedding_type", "feed_forward_proj")
 # Parameters of the rotary variants; those of the second group may be null.
 _STRETCH: dict[str, _Range] = {
     "rope_theta": _THETA,
@@ -193,3 +203,13 @@ def check_config(config: ModelConfig) -> None:
             f"linear_num_value_heads {delta.heads} in the model's config is not a multiple of linear_num_key_heads "
             f"{delta.key_heads}; {ADVICE}"
         )
+    encoder = config.encoder
+    if encoder is None:
+        return
+    if wrong := [token for token in encoder.start if token >= config.vocab_size]:
+        raise ModelError(
+            f"decoder_start_token_id {wrong[0]} in the model's config is not below vocab_size {config.vocab_size}; "
+            f"{ADVICE}"
+        )
+    if config.position == "sinusoidal" and config.hidden_size % 2:
+        raise ModelError(f"d_model {config.hidden_size} in the model's config must be even; {ADVICE}")

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["NEEDS", "DeltaConfig", "ExpertsConfig", "ModelConfig", "RopeConfig", "Rotation", "needed"]
+__all__ = [
+    *("NEEDS", "DeltaConfig", "EncoderConfig", "ExpertsConfig", "ModelConfig", "RelativeConfig", "RopeConfig"),
+    *("Rotation", "needed"),
+]
 
 NEEDS = "anabranch_needs"
 
@@ -42,6 +45,20 @@ class RopeConfig:
     original_max_positions: int | None = None
     rereads: bool = False
     stated: tuple[tuple[float, ...], float] | None = None
+
+
+@dataclass(frozen=True)
+class RelativeConfig:
+    """A learned bias for each head and bucket of distances (Raffel et al. 2020, T5), shared by all layers.
+
+    buckets     half of them, of each direction's, are for one distance each; the others are logarithmic
+    distance    from which on all distances are in the last bucket
+    both_ways   later positions have buckets of their own: in an encoder
+    """
+
+    buckets: int
+    distance: int
+    both_ways: bool
 
 
 class Rotation(NamedTuple):
@@ -100,7 +117,7 @@ class DeltaConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a decoder-only target. Sizes are in channels, heads or tokens.
+    """The architecture of a target's decoder, or of an encoder. Sizes are in channels, heads or tokens.
 
     ``max_positions`` is the context length, after scaling if rotary positions are scaled.
     """
@@ -114,8 +131,8 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     max_positions: int
-    # position: "rope" rotates q and k, "learned" adds a table to the embeddings
-    position: Literal["rope", "learned"] = "rope"
+    # position: "rope" rotates q and k; "learned" adds a table to the embeddings, "sinusoidal" sines and cosines
+    position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     rope: RopeConfig = field(default_factory=RopeConfig)
     # of the layers with a sliding window; None: as in the others
     sliding_rope: RopeConfig | None = None
@@ -124,6 +141,7 @@ class ModelConfig:
     # beta and L: the query at position p is multiplied by 1 + beta ln(1 + floor(p / L)), as in Llama 4
     query_scaling: tuple[float, int] | None = None
     learned_offset: int = 0
+    relative: RelativeConfig | None = None
     # norms
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
@@ -132,8 +150,11 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "all"] = "none"
     pre_norms: bool = True
     post_norms: bool = False
-    # wiring: "sequential"; "parallel" (one norm feeds attention and MLP); "parallel_two_norms"
-    wiring: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
+    embedding_norm: bool = False
+    final_norm: bool = True
+    # wiring: "sequential"; "parallel" (one norm feeds attention and MLP); "parallel_two_norms"; "post" (sequential,
+    # where each norm follows the sum instead of preceding its part)
+    wiring: Literal["sequential", "parallel", "parallel_two_norms", "post"] = "sequential"
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -151,6 +172,8 @@ class ModelConfig:
     attention_gate: bool = False
     experts: ExpertsConfig | None = None
     recurrent: DeltaConfig | None = None
+    # beside the decoder, whose layers attend to its output; None: a decoder-only model
+    encoder: EncoderConfig | None = None
     # scales of the embedding, of what a block adds to the rows, and of the rows after the last norm
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -187,7 +210,8 @@ class ModelConfig:
 
     def dense(self) -> ModelConfig:
         """The config of a layer of a drafter's own: like the target's, but with an MLP and plain attention."""
-        return replace(self, experts=None, recurrent=None, attention_sinks=False, attention_gate=False)
+        plain: dict[str, Any] = dict.fromkeys(("experts", "recurrent", "encoder"))
+        return replace(self, **plain, attention_sinks=False, attention_gate=False)
 
     def is_recurrent(self, layer: int) -> bool:
         """True if a layer has a recurrent state instead of keys and values."""
@@ -197,3 +221,19 @@ class ModelConfig:
     def kv_layers(self) -> list[int]:
         """The layers that have keys and values."""
         return [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)]
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """An encoder beside the decoder (``encoder.py``).
+
+    layers    its layers, of which every position sees all others; ``max_positions`` limits a source
+    start     the decoder tokens that a text begins with, unless the request has others
+    channels  of the features that it reads instead of tokens, two frames a position (Whisper); 0: it reads tokens
+    shared    its embedding is the decoder's
+    """
+
+    layers: ModelConfig
+    start: tuple[int, ...]
+    channels: int = 0
+    shared: bool = True

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.model.backends import TorchBackend
 from anabranch.model.cache import Cache, bytes_per_token
 from anabranch.model.config import ModelConfig
+from anabranch.model.encoder import Memory, Source
 from anabranch.model.inputs import Inputs
 from anabranch.model.lora import Lora, RowLoras
 from anabranch.model.network import Network
@@ -44,6 +47,21 @@ class Decoder(Network):
         self.rider: Rider | None = None
         self.loras = RowLoras()
         self.quantized_cache = False
+        self._memories: WeakKeyDictionary[Source, Memory] = WeakKeyDictionary()
+
+    def encode(self, source: Source) -> Memory:
+        """The keys and values of a source, which was checked; computed once, and kept while the object is in use."""
+        memory = self._memories.get(source)
+        if memory is None:
+            assert self.encoder is not None
+            states = self.encoder(source, self.embedding)
+            pairs: Any = [block.cross.memory(states) for block in self.blocks]  # type: ignore[union-attr, operator]
+            self._memories[source] = memory = Memory(*zip(*pairs, strict=True))
+        return memory
+
+    def source_size(self, source: Source | None) -> int:
+        """The positions that the encoder reads of a request's source."""
+        return 0 if self.encoder is None or source is None else self.encoder.size(source)
 
     def add_lora(self, name: str, lora: Lora) -> None:
         """Let rows choose a LoRA by this name. Raises CapabilityError if the native kernels run the layers already."""

@@ -181,6 +181,60 @@ _GRANITE = (
     dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
 )
 _ROUTER = "output_router_logits router_aux_loss_coef"
+# -- encoder-decoder models
+_PAIR = {"is_encoder_decoder": Refused((True,), "the model has an encoder")}
+_NO_PAIR = "classifier_dropout is_decoder encoder_layerdrop decoder_layerdrop dropout activation_dropout init_std"
+
+
+def _ended(words: int, width: int, layers: int, heads: int, *, ends: tuple[int | None, int | None], start: int) -> Any:
+    """The fields of encoder-decoder families; ``start`` begins a text."""
+    sizes = {"vocab_size": words, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    tokens = {"bos_token_id": ends[0], "eos_token_id": ends[1], "decoder_start_token_id": start}
+    return {**sizes, **tokens, "tie_word_embeddings": True}
+
+
+def _t5(words: int, inner: int, layers: int, heads: int, forward: str, more: Mapping[str, Any]) -> Fields:
+    return _table(
+        _ended(words, 512, layers, heads, ends=(None, 1), start=0),
+        {"head_dim": 64, "d_ff": inner, "num_decoder_layers": None, "layer_norm_epsilon": 1e-6},
+        {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": forward},
+        more,
+        nullable="num_decoder_layers scale_decoder_outputs",
+        ignored="classifier_dropout dense_act_fn dropout_rate initializer_factor is_decoder is_gated_act",
+        refused=_PAIR,
+        aliases={
+            "d_model": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "d_kv": "head_dim",
+        },
+    )
+
+
+def _bart(
+    sizes: Mapping[str, Any],
+    inner: int,
+    *more: Mapping[str, Any],
+    nullable: str = "",
+    ignored: str = "",
+    refused: Mapping[str, Refused] | None = None,
+) -> Fields:
+    layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+    return _table(
+        sizes,
+        {"decoder_layers": layers, "decoder_attention_heads": heads, "activation_function": "gelu"},
+        {"encoder_ffn_dim": inner, "decoder_ffn_dim": inner, "scale_embedding": False},
+        *more,
+        nullable=nullable,
+        ignored=f"{_NO_PAIR} forced_eos_token_id {ignored}",
+        refused={**_PAIR, **(refused or {})},
+        aliases={
+            "d_model": "hidden_size",
+            "encoder_layers": "num_hidden_layers",
+            "encoder_attention_heads": "num_attention_heads",
+        },
+    )
+
 
 FIELDS: dict[str, Fields] = {
     "llama": _table(
@@ -349,5 +403,25 @@ FIELDS: dict[str, Fields] = {
         "mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias "
         "mamba_proj_bias time_step_limit",
         refused={"layers_block_type": Refused((), "layers must be named in layer_types")},
+    ),
+    "t5": _t5(32_128, 2048, 6, 8, "relu", {"scale_decoder_outputs": None}),
+    "mt5": _t5(250_112, 1024, 8, 6, "gated-gelu", {}),
+    "bart": _bart(
+        *(_ended(50_265, 1024, 12, 16, ends=(0, 2), start=2), 4096),
+        {"max_position_embeddings": 1024},
+        ignored="num_labels",
+    ),
+    "marian": _bart(
+        *(_ended(58_101, 1024, 12, 16, ends=(None, 0), start=58_100), 4096),
+        {"max_position_embeddings": 1024, "decoder_vocab_size": None, "share_encoder_decoder_embeddings": True},
+        nullable="decoder_vocab_size",
+    ),
+    "whisper": _bart(
+        *(_ended(51_865, 384, 4, 6, ends=(50_256, 50_256), start=50_257), 1536),
+        {"max_source_positions": 1500, "max_target_positions": 448, "num_mel_bins": 80},
+        ignored="apply_spec_augment begin_suppress_tokens classifier_proj_size mask_feature_length "
+        "mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob "
+        "median_filter_width suppress_tokens use_weighted_layer_sum",
+        refused={"num_key_value_heads": Refused((None,), "keys and values have as many heads as queries")},
     ),
 }

@@ -1,4 +1,6 @@
-"""Checkpoints that store in one tensor what has parameters of its own here: experts of a layer, queries and gates.
+"""Checkpoints that store parameters in another form: experts of a layer or queries and gates in one tensor.
+
+Files of encoder-decoder models lack biases that are zero.
 
     mlp.experts.gate_up_proj  [E, 2 I, D]   gate, then up, of transformers' modules
                               [E, D, 2 I]   gate and up alternate: gpt-oss
@@ -14,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from anabranch.errors import ModelError
@@ -23,6 +26,7 @@ from anabranch.model.stored import LazyTensors
 
 __all__ = ["split_fused"]
 
+UNREAD = ".EncDecAttention.relative_attention_bias.weight"  # of old files of T5
 _GATED = re.compile(r"(.*\.self_attn\.q_proj)\.(weight|bias)")
 _FUSED = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
@@ -30,6 +34,8 @@ _FUSED = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|dow
 def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors under the names that ``weight_source`` gives; the same object if nothing has to be separated."""
     experts = config.experts
+    if config.encoder is not None:
+        return _completed(config, tensors)
     if config.attention_gate:
         return _split_gates(config, tensors)
     if experts is None or not any(_FUSED.fullmatch(name) for name in tensors):
@@ -51,6 +57,31 @@ def split_fused(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[s
                 load = partial(_part, tensors, name, expert, part, len(ours), alternate, experts.count)
                 loaders[f"{prefix}{module.format(expert)}.{kind}"] = load
     return LazyTensors(loaders)
+
+
+def _completed(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors of an encoder-decoder model: the bias of the head as a vector, zeros for biases that it lacks.
+
+    Tables that are computed or that nobody reads are left out.
+    """
+    computed = ".embed_positions.weight" if config.position == "sinusoidal" else UNREAD
+    loaders: dict[str, Callable[[], Tensor]] = {
+        name: partial(tensors.__getitem__, name) for name in tensors if not name.endswith((computed, UNREAD))
+    }
+    if config.qkv_bias:  # Whisper's keys have none
+        keys = [name for name in loaders if name.endswith("_attn.k_proj.weight")]
+        for name in keys:
+            loaders.setdefault(name.removesuffix("weight") + "bias", partial(_zeros, tensors, name))
+    if config.head_bias:
+        bias = FAMILIES[config.family].head_bias
+        stored = loaders.get(bias)
+        loaders[bias] = (lambda: torch.zeros(config.vocab_size)) if stored is None else (lambda: stored().flatten())
+    return LazyTensors(loaders)
+
+
+def _zeros(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A bias of zeros for the outputs of a matrix."""
+    return torch.zeros(len(tensors[name]), dtype=tensors[name].dtype)
 
 
 def _split_gates(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

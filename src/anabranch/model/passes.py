@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
@@ -23,6 +23,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.device.layers import attend, trusted
 from anabranch.model.inputs import Inputs, starts_of
 from anabranch.model.recurrent import Ancestry, DeltaNet
+from anabranch.model.relative import relative_bias
 from anabranch.model.riding import NativeRider
 from anabranch.model.rope import Rope
 from anabranch.tree import DraftTree
@@ -53,7 +54,8 @@ class Pass:
     With a ``span`` the pass reads that many positions of the cache, in use or not, and keeps everything that changes
     from step to step in tensors, so that it can be captured as a graph (``graphs``).
 
-    sides  those of ``PassRequest``
+    sides     those of ``PassRequest``
+    relative  the network's table of biases by distance
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Pass:
         *,
         span: int | None = None,
         sides: Sequence[RowSide] | None = None,
+        relative: nn.Module | None = None,
     ) -> None:
-        self.sides = sides
+        self.sides, self.relative = sides, relative
         self.config, self.cache, self.slots, self.rope = config, cache, slots, rope
         self.prompts = cache.unread(slots) if rope.varies else ()
         device, self.dtype = cache.keys.device, cache.dtype
@@ -143,18 +146,24 @@ class Pass:
         return self.visible_BNL & near
 
     def bias(self, layer: int) -> Tensor | None:
-        """The additive attention mask of a layer [B, 1, G N, L]; None if every position is visible."""
+        """The additive attention mask of a layer [B, 1 or K, G N, L]; None if every position is visible."""
         sliding = self.config.is_sliding(layer)
         if sliding not in self._bias:
-            if self.plain and not sliding:
-                self._bias[sliding] = None
-            else:
-                visible = self.visible(layer)
-                bias = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-                bias.masked_fill_(~visible, float("-inf"))
-                group = self.config.num_heads // self.config.num_kv_heads
-                self._bias[sliding] = bias[:, None].repeat(1, 1, group, 1)
+            plain = self.plain and not sliding and self.relative is None
+            self._bias[sliding] = None if plain else self._masked(self.visible(layer))
         return self._bias[sliding]
+
+    def _masked(self, visible_BNL: Tensor) -> Tensor:
+        """The mask as a bias; with biases by distance, of each head [B, K, G N, L]."""
+        kv, group = self.config.num_kv_heads, self.config.num_heads // self.config.num_kv_heads
+        if self.relative is not None and self.config.relative is not None:
+            # by positions, which siblings in a tree share
+            bias = relative_bias(self.relative, self.config.relative, self.positions_BN, self.key_positions())
+            bias = bias.to(self.dtype).masked_fill(~visible_BNL[:, None], float("-inf"))
+            return bias.reshape(len(bias), kv, -1, self.span)
+        bias = torch.zeros(visible_BNL.shape, dtype=self.dtype, device=visible_BNL.device)
+        bias.masked_fill_(~visible_BNL, float("-inf"))
+        return bias[:, None].repeat(1, 1, group, 1)
 
     def select(self, layer: int, kept_Bn: Tensor) -> None:
         """Keep only the nodes ``kept_Bn`` from ``layer`` on."""
@@ -174,6 +183,15 @@ class Pass:
         if self.fixed is not None and sinks_H is None and trusted(keys.device):
             return attend(self.config, layer, q, keys, values, self.lengths_B, self.tree_BNN, self.positions_BN)
         return attention(self.config, q, keys, values, self.bias(layer), sinks_H)
+
+    def recall(self, layer: int, q_BNHE: Tensor) -> Tensor:
+        """Attention of the main rows to the sources of their texts [B, N, H E], each of a length of its own."""
+        found = []
+        for b, memory in enumerate(self.cache.memories[self.slots]):
+            assert memory is not None, "a row of an encoder-decoder model has a source"
+            keys, values = memory.keys[layer][None], memory.values[layer][None]
+            found.append(attention(self.config, q_BNHE[b : b + 1], keys, values, None))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def recur(self, layer: int, mixer: DeltaNet, inputs_BNC: Tensor, rates: tuple[Tensor, Tensor]) -> Tensor:
         """The outputs [B, N, H, Ev] of a layer with a recurrent state (``recurrent.States.advance``)."""

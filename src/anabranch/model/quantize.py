@@ -180,7 +180,7 @@ def quantize_decoder(target: Network, kind: Rounding) -> None:
     """Replace the linear layers of a target by quantised ones, in place."""
     if kind == "none":
         return
-    for block in target.blocks:
+    for block in target.every_block:
         assert isinstance(block, Block)
         for module, name in block.linears():
             linear = getattr(module, name)

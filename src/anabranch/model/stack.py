@@ -23,8 +23,9 @@ from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
 from anabranch.model.experts import Experts
 from anabranch.model.inputs import starts_of
+from anabranch.model.layers import rounded
 from anabranch.model.native_linear import NativeLinear, places_of, table_of
-from anabranch.model.network import Network, rounded
+from anabranch.model.network import Network
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult
 from anabranch.model.riding import RiderCall
 from anabranch.native import library as native

@@ -168,12 +168,16 @@ def check_memory(needed: int, device: torch.device) -> None:
 def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Check the number of layers before any is built: a damaged config may ask for a million."""
     layer = re.compile(rf"(?:.*\.)?{re.escape(FAMILIES[config.family].layers)}\.(\d{{1,9}})\..*")
-    stored = {int(match[1]) for name in tensors if (match := layer.fullmatch(name))}
-    if config.num_layers > len(stored):
-        raise ModelError(
-            f"the config has {config.num_layers} layers but the weights have {len(stored)}; "
-            "config.json and weights do not belong together or the copy is incomplete"
-        )
+    encoder, sides = config.encoder, {"": config.num_layers}
+    if encoder is not None:
+        sides = {"encoder.": encoder.layers.num_layers, "decoder.": config.num_layers}
+    for side, count in sides.items():
+        stored = {int(match[1]) for name in tensors if side in name and (match := layer.fullmatch(name))}
+        if count > len(stored):
+            raise ModelError(
+                f"the config has {count} {side.replace('.', ' ')}layers but the weights have {len(stored)}; "
+                "config.json and weights do not belong together or the copy is incomplete"
+            )
 
 
 def _check_names(config: ModelConfig, tensors: Mapping[str, Tensor], parameters: list[str]) -> None:

@@ -22,7 +22,9 @@ from anabranch.drafting.tree_settings import MOST_NODES, TreeSettings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.draft_model.inner import Guesser
 from anabranch.methods.draft_model.reader import DraftReader
+from anabranch.model.config import EncoderConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Source
 from anabranch.model.passes import PassResult
 from anabranch.model.quantize import check_quantization
 from anabranch.sampling import gumbels, position_keys, process_logits, target_probs
@@ -119,6 +121,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
                 f"a {model.config.family} model cannot be a draft model: its recurrent state cannot go back to where "
                 "the target left its draft; use a draft model without recurrent layers"
             )
+        _check_sides(target, model)
         super().__init__(target, DraftReader(model), settings, settings.deepest)
         if self.depth >= model.config.max_positions:
             raise CapabilityError(
@@ -132,6 +135,14 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
     def model(self) -> Decoder:
         """The draft model."""
         return self.reader.model
+
+    def check_source(self, source: Source | None) -> None:
+        """The draft model's own encoder reads it too."""
+        if self.model.encoder is not None:
+            try:
+                self.model.encoder.check(source)
+            except InputError as error:
+                raise InputError(f"the draft model cannot read this source: {error}") from error
 
     # -- rows ------------------------------------------------------------------------------------------
     def join(self, row: Row) -> None:
@@ -190,3 +201,18 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
             for node in nodes:
                 pairs = zip(*next(rows), strict=True)
                 known.known[node] = [(int(token), p, None) for token, p in pairs if math.isfinite(p)]
+
+
+def _check_sides(target: Decoder, model: Decoder) -> None:
+    """Raise CapabilityError for a draft model that reads other things than the target."""
+    reads = [_reading(encoder) for encoder in (target.config.encoder, model.config.encoder)]
+    if reads[0] != reads[1]:
+        raise CapabilityError(
+            f"the draft model reads {reads[1]} and the target reads {reads[0]}; use a draft model of the target's kind"
+        )
+
+
+def _reading(encoder: EncoderConfig | None) -> str:
+    if encoder is None:
+        return "no source"
+    return f"{encoder.channels} channels of features" if encoder.channels else "a source text"

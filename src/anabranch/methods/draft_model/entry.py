@@ -63,6 +63,7 @@ METHOD = Method(
     name="draft_model",
     summary="a separate small model with the same vocabulary drafts; needs model=FOLDER or a trained adapter",
     settings=DraftModelSettings,
+    with_source=True,
     build=_build,
     trained=TRAINED,
     variants=("", "tree=chain", "tree=auto", "tokens=auto", "tree=iid", "tree=without"),

@@ -44,7 +44,7 @@ class Guesser:
 
     def join(self, row: Row) -> None:
         """A row joins the batch."""
-        inside = Row(row.tokens, row.prompt_length, row.sampling)
+        inside = Row(row.tokens, row.prompt_length, row.sampling, source=row.source)
         self.drafter.join(inside)
         keeps = self.drafter in inside.state or isinstance(self.drafter, AutoregressiveDrafter)
         self._rows[row] = _Inside(inside, keeps)

@@ -13,6 +13,7 @@ from anabranch.drafting.drafter import Call, Row
 from anabranch.drafting.reader import Reader
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Memory
 from anabranch.model.inputs import Inputs
 from anabranch.model.reads import weight_bytes
 
@@ -40,9 +41,16 @@ class DraftReader(Reader):
     def _new_cache(self, rows: int, capacity: int) -> Cache:
         return self.model.new_cache(rows, capacity)
 
+    def _memory(self, row: Row) -> Memory | None:
+        if self.model.encoder is None or row.source is None:
+            return None
+        with self.model.decoding():
+            return self.model.encode(row.source)
+
     def known(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """See ``Reader``; none where rotations depend on the length of the text."""
-        return (0, 0) if self.model.rope().key(len(tokens)) else super().known(tokens)
+        """See ``Reader``; none where keys depend on the length of the text, or on a source."""
+        varies = self.model.rope().key(len(tokens)) or self.model.encoder is not None
+        return (0, 0) if varies else super().known(tokens)
 
     def _known(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids [n]; 0 stands for those that the draft model's vocabulary lacks."""

@@ -49,6 +49,7 @@ METHOD = Method(
     name="ngram",
     summary="a trigram model of token ids; needs a table of counts (anabranch train ngram)",
     settings=NGramSettings,
+    with_source=True,
     build=_build,
     tables=Tables(
         command="ngram",

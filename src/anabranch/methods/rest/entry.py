@@ -55,6 +55,7 @@ METHOD = Method(
     name="rest",
     summary="continuations of the longest match in a datastore of text; needs one (anabranch train datastore)",
     settings=RestSettings,
+    with_source=True,
     build=_build,
     tables=Tables(
         command="datastore",

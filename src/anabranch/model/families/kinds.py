@@ -33,6 +33,10 @@ class Family:
     """An entry of the table. ``block`` maps our modules of a layer to theirs; other fields name the modules outside.
 
     In the names of an expert's modules, ``{}`` stands for its number.
+
+    ungated  the modules of an MLP without a gate, where the family has both kinds
+    tables   other full names of an embedding that encoder and decoder share
+    encoder  the modules of the encoder
     """
 
     describe: Callable[[Fields], ModelConfig]
@@ -44,3 +48,9 @@ class Family:
     norm: str = "norm"
     heads: tuple[str, ...] = ("lm_head",)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    ungated: tuple[str, ...] = ()
+    relative: str = ""
+    norm_embedding: str = ""
+    tables: tuple[str, ...] = ()
+    head_bias: str = ""
+    encoder: Family | None = None

@@ -68,3 +68,28 @@ QWEN3_5 = {
     "gate": ("self_attn.q_proj.gate",),
     **{f"mixer.{part}": tuple(f"linear_attn.{name}" for name in names.split()) for part, names in _DELTA.items()},
 }
+
+_T5_SELF, _T5_CROSS = "layer.0.SelfAttention.", "layer.1.EncDecAttention."
+
+
+def _t5(layer: int, **cross: str) -> dict[str, tuple[str, ...]]:
+    """A layer of T5, whose MLP has this number."""
+    mlp = f"layer.{layer}.DenseReluDense."
+    attention = " ".join(f"{_T5_SELF}{name}" for name in "qkv"), f"{_T5_SELF}o"
+    norms = "layer.0.layer_norm", f"layer.{layer}.layer_norm"
+    return _block(norms[0], *attention, norms[1], f"{mlp}wi_0 {mlp}wi_1", f"{mlp}wo", **cross)
+
+
+def _crossed(prefix: str, norm: str, query: str, key_value: str, out: str) -> dict[str, str]:
+    """The modules of a layer's cross-attention."""
+    kv = " ".join(f"{prefix}{name}" for name in key_value.split())
+    return {"norm_cross": norm, "cross.q": f"{prefix}{query}", "cross.kv": kv, "cross.out": f"{prefix}{out}"}
+
+
+T5_ENCODER = _t5(1)
+T5 = _t5(2, **_crossed(_T5_CROSS, "layer.1.layer_norm", "q", "k v", "o"))
+# OPT's layers are those of BART's encoder
+BART = _block(
+    *("self_attn_layer_norm", _QKV, "self_attn.out_proj", "final_layer_norm", "fc1", "fc2"),
+    **_crossed("encoder_attn.", "encoder_attn_layer_norm", "q_proj", "k_proj v_proj", "out_proj"),
+)

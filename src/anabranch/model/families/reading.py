@@ -8,7 +8,7 @@ from dataclasses import replace
 from anabranch.errors import ModelError
 from anabranch.model.check import check_config, check_fields, token_ids
 from anabranch.model.config import ModelConfig
-from anabranch.model.families.kinds import HfConfig, Layout, Source
+from anabranch.model.families.kinds import Family, HfConfig, Layout, Source
 from anabranch.model.families.table import FAMILIES, UNSUPPORTED
 from anabranch.model.fields import FIELDS, family_of, read_fields, text_part
 from anabranch.model.rope import context_length
@@ -16,6 +16,7 @@ from anabranch.support.jsonfiles import shown
 
 __all__ = ["model_config", "module_rows", "weight_source"]
 
+ENCODER = "encoder."  # before the names of the encoder's parameters
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)")
 
 
@@ -46,7 +47,13 @@ def model_config(hf: HfConfig, *, family: str | None = None) -> ModelConfig:
 
 def weight_source(config: ModelConfig, parameter: str) -> Source:
     """The source of a parameter of our decoder, given its name in ``named_parameters``."""
-    family = FAMILIES[config.family]
+    family, encoder = FAMILIES[config.family], config.encoder
+    if encoder is not None and family.encoder is not None and parameter.startswith(ENCODER):
+        return _source(encoder.layers, family.encoder, parameter.removeprefix(ENCODER))
+    return _source(config, family, parameter)
+
+
+def _source(config: ModelConfig, family: Family, parameter: str) -> Source:
     stem, _, kind = parameter.rpartition(".")
     if kind not in ("weight", "bias"):  # a tensor of its own
         stem, kind = parameter, ""
@@ -54,18 +61,21 @@ def weight_source(config: ModelConfig, parameter: str) -> Source:
     outer = family.prefixes[0].partition(".")[0] + "."
     heads = tuple(f"{prefix}{head}.{kind}" for prefix in ("", outer) for head in family.heads)
     if stem == "head":
-        return Source((heads,))
+        return Source(((family.head_bias,) if kind == "bias" and family.head_bias else heads,))
     layout: Layout = "rows"
     if stem.startswith("blocks."):
         _, index, part = stem.split(".", 2)
         expert = _EXPERT.match(part)
         part, number = (part, "") if expert is None else (f"mlp.experts{part[expert.end() :]}", expert[1])
-        modules = tuple(f"{family.layers}.{index}.{module.format(number)}" for module in family.block[part])
+        plain = part == "mlp.up" and not config.gated_mlp and family.ungated
+        named = family.ungated if plain else family.block[part]
+        modules = tuple(f"{family.layers}.{index}.{module.format(number)}" for module in named)
         layout = family.layouts.get(part, "rows")
     else:
-        modules = ({"embedding": family.embedding, "positions": family.positions, "norm": family.norm}[stem],)
+        modules = (getattr(family, stem, stem),)
     prefixes = (*family.prefixes, outer + family.prefixes[0])
-    tied = heads if stem == "embedding" and config.tied_head else ()
+    shared = family.tables if config.encoder is not None and config.encoder.shared else ()
+    tied = (*shared, *(heads if config.tied_head else ())) if stem == "embedding" else ()
     return Source(tuple((*(f"{p}{module}{suffix}" for p in prefixes), *tied) for module in modules), layout)
 
 

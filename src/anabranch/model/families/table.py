@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
-from anabranch.model.families import configs, names
-from anabranch.model.families.kinds import Family
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from anabranch.model.config import ModelConfig
+from anabranch.model.families import configs, encoder_decoder, names
+from anabranch.model.families.kinds import Family, Fields
 
 __all__ = ["FAMILIES", "UNSUPPORTED"]
+
+
+def _t5(describe: Callable[[Fields], ModelConfig]) -> Family:
+    """T5 and mT5."""
+    decoder = Family(
+        *(describe, names.T5, ("decoder.",), "block"),
+        norm="final_layer_norm",
+        relative="block.0.layer.0.SelfAttention.relative_attention_bias",
+        ungated=("layer.2.DenseReluDense.wi",),
+        tables=("shared.weight", "encoder.embed_tokens.weight"),
+    )
+    ungated = ("layer.1.DenseReluDense.wi",)
+    encoder = replace(decoder, block=names.T5_ENCODER, prefixes=("encoder.",), ungated=ungated, tables=())
+    return replace(decoder, encoder=encoder)
+
+
+def _bart(describe: Callable[[Fields], ModelConfig], **modules: Any) -> Family:
+    """BART, Marian and Whisper."""
+    decoder = Family(describe, names.BART, ("model.decoder.", "decoder."), **modules)
+    encoder = replace(decoder, block=names.OPT, prefixes=("model.encoder.", "encoder."), tables=())
+    return replace(decoder, encoder=encoder)
+
+
+_TABLES = "model.shared.weight", "shared.weight", "model.encoder.embed_tokens.weight"
+
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(configs.llama, names.LLAMA),
@@ -42,6 +72,17 @@ FAMILIES: dict[str, Family] = {
         heads=("lm_head", "embed_out"),
         layouts={"qkv": "by_head"},
     ),
+    "t5": _t5(encoder_decoder.t5),
+    "mt5": _t5(encoder_decoder.mt5),
+    "bart": _bart(
+        encoder_decoder.bart,
+        positions="embed_positions",
+        norm_embedding="layernorm_embedding",
+        tables=_TABLES,
+        head_bias="final_logits_bias",
+    ),
+    "marian": _bart(encoder_decoder.marian, tables=_TABLES, head_bias="final_logits_bias"),
+    "whisper": _bart(encoder_decoder.whisper, positions="embed_positions", norm="layer_norm", heads=("proj_out",)),
 }
 
 _EXPERTS = "mixtures of experts of this kind do not run here yet"

@@ -1,0 +1,121 @@
+"""The encoder of an encoder-decoder model: it reads a source once, and each layer of the decoder attends to its output.
+
+S positions of a source, C channels and T frames of features, D model width, K kv heads, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.errors import InputError
+from anabranch.model.blocks import attention
+from anabranch.model.config import EncoderConfig
+from anabranch.model.layers import Layers
+from anabranch.model.relative import relative_bias
+
+__all__ = ["Encoder", "Memory", "Source"]
+
+STRIDE = 2  # frames of features a position
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The input of the encoder for a request. Requests that share one object share its keys and values.
+
+    tokens    of a text. Beside features: a text that drafts may repeat, which the encoder does not read
+    features  [C, T], for an encoder that reads features
+    """
+
+    tokens: Sequence[int] = ()
+    features: Tensor | None = None
+
+
+class Memory(NamedTuple):
+    """Keys and values of a source for each layer of the decoder [K, S, E]."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+class Encoder(Layers):
+    """Reads one source at a time, so that no source is padded and the output does not depend on other requests.
+
+    described  its whole config; ``config`` is that of the layers
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        layers, channels = config.layers, config.channels
+        super().__init__(layers, embedded=not (channels or config.shared))
+        self.described = config
+        width = layers.hidden_size
+        self.conv1 = nn.Conv1d(channels, width, kernel_size=3, padding=1) if channels else None
+        self.conv2 = nn.Conv1d(width, width, kernel_size=3, stride=STRIDE, padding=1) if channels else None
+
+    def check(self, source: Source | None) -> None:
+        """Raise InputError for a source that the encoder cannot read."""
+        channels, limit = self.described.channels, self.config.max_positions
+        if source is None:
+            raise InputError("this model reads a source and writes a text about it; give the request a source")
+        if channels:
+            wanted, shape = (channels, STRIDE * limit), None if source.features is None else source.features.shape
+            if shape != wanted:
+                got = "none" if shape is None else f"features of the shape {tuple(shape)}"
+                raise InputError(f"this model reads features of the shape {wanted}, got {got}")
+            return
+        if source.features is not None:
+            raise InputError("this model reads a text, got features; give the tokens of a source")
+        if not source.tokens:
+            raise InputError("the source is empty; give at least one token")
+        words = self.config.vocab_size
+        if wrong := [token for token in source.tokens if not 0 <= token < words]:
+            raise InputError(f"the source has the token id {wrong[0]}, but the vocabulary ends at {words - 1}")
+        if len(source.tokens) > limit:
+            raise InputError(
+                f"the source has {len(source.tokens)} tokens, but the encoder's limit is {limit}; shorten it"
+            )
+
+    def size(self, source: Source) -> int:
+        """The positions of a source."""
+        return self.config.max_positions if self.described.channels else len(source.tokens)
+
+    def some(self, size: int) -> Source:
+        """A source of at most this size, for timing."""
+        limit, channels = self.config.max_positions, self.described.channels
+        return Source(features=torch.zeros(channels, STRIDE * limit)) if channels else Source([0] * min(size, limit))
+
+    def forward(self, source: Source, embedding: nn.Module) -> Tensor:
+        """The output of the last norm [S, D]; ``embedding`` is the decoder's."""
+        x = self._begun(source, embedding if self.embedding is None else self.embedding)
+        bias = None
+        if self.relative is not None and self.config.relative is not None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+            bias = relative_bias(self.relative, self.config.relative, positions, positions).to(x.dtype)
+            group = self.config.num_heads // self.config.num_kv_heads
+            bias = bias.reshape(1, self.config.num_kv_heads, group * x.shape[1], x.shape[1])
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(self.config, q, k.transpose(1, 2), v.transpose(1, 2), bias)
+
+        unrotated = x.new_empty(0)
+        for block in self.blocks:
+            x = block(x, unrotated, unrotated, attend)
+        states: Tensor = self.norm(x)[0]
+        return states
+
+    def _begun(self, source: Source, embedding: nn.Module) -> Tensor:
+        """The rows before the first layer [1, S, D]."""
+        some = next(self.blocks.parameters())
+        if self.conv1 is not None and self.conv2 is not None:
+            assert source.features is not None
+            frames = source.features[None].to(some.device, self.conv1.weight.dtype)
+            x = F.gelu(self.conv2(F.gelu(self.conv1(frames)))).transpose(1, 2)
+        else:
+            x = embedding(torch.tensor([*source.tokens], device=some.device)[None])
+            x = x * self.config.embedding_scale if self.config.embedding_scale != 1.0 else x
+        return self.placed(x, torch.arange(x.shape[1], device=x.device)[None])
