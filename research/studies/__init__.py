@@ -36,5 +36,6 @@ STUDIES: tuple[Study, ...] = (
     quantization.STUDY,
     long_context.STUDY,
     leviathan.STUDY,
+    leviathan.T5,
     staged.STUDY,
 )

@@ -21,6 +21,7 @@ from anabranch.learning.examples import Example
 from anabranch.loading import LoadConfig, Loaded, load
 from anabranch.methods import make_drafter
 from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.model.encoder import begun
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams
@@ -98,7 +99,8 @@ class Setup:
         for number, ids in enumerate(prompts, 1):
             self.report(f"completion {number} of {len(prompts)}")
             sampling = SamplingParams(temperature=temperature, seed=number)
-            engine.add(Request(ids, self.new, sampling, stop_ids=stop))
+            begin, source = begun(target.config, ids)
+            engine.add(Request(begin, self.new, sampling, stop_ids=stop, source=source))
             found.append(Example(tuple(ids), tuple(token for step in engine.run() for token in step.tokens)))
         return [example for example in found if len(example.answer_ids) > 1]
 

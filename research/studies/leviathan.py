@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,28 +19,39 @@ from anabranch.learning.examples import Example
 from anabranch.methods import make_drafter
 from anabranch.methods.draft_model.load import load_draft
 from anabranch.methods.ngram.drafter import NGramDrafter
+from anabranch.methods.prompt_lookup import Index
 from anabranch.model.cache import Cache
+from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Source, begun
 from anabranch.model.inputs import Inputs
 from anabranch.options import Keywords
 from studies.base import Chart, Line, Result, Setup, Study, Table
 from studies.speed import PLAIN, alone, by_name, facts
 
-__all__ = ["STUDY", "overlap", "pass_ms"]
+__all__ = ["STUDY", "T5", "overlap", "pass_ms"]
 
 MODES: dict[str, Keywords] = {"0": {}, "1": {"temperature": 1.0, "seed": 0}}
 GAMMAS = (1, 2, 3, 5, 7)
-DRAFT = "draft model"
+DRAFT, LOOKUP = "draft model", "lookup"
+LONGEST = 3  # tokens of a match
 ORDERS = {"unigram": 1, "bigram": 2, "trigram": 3}
 PASSES = 60  # timed of each model, alternating
-Probs = Callable[[Sequence[int], int], Tensor]  # tokens, first -> what follows each from place ``first`` on [T, V]
+Probs = Callable[[Example], Tensor]  # the distribution of each token of a completion [T, V]
 
 
-def text_probs(decoder: Decoder, tokens: Sequence[int], first: int, temperature: float) -> Tensor:
-    """A model's next-token distribution after each token of a text from place ``first`` on [T, V]."""
+def _placed(config: ModelConfig, example: Example) -> tuple[list[int], int, Source | None]:
+    """The tokens before the last one of a completion, the place of the one before it, and the source."""
+    begin, source = begun(config, example.prompt_ids)
+    return [*begin, *example.answer_ids[:-1]], len(begin) - 1, source
+
+
+def text_probs(decoder: Decoder, example: Example, temperature: float) -> Tensor:
+    """A model's distribution of each token of a completion [T, V]."""
+    tokens, first, source = _placed(decoder.config, example)
     cache = Cache(decoder.config, rows=1, capacity=len(tokens), dtype=decoder.dtype, device=decoder.device)
-    cache.add_row(len(tokens))
     with torch.inference_mode(), decoder.decoding():
+        cache.add_row(len(tokens), None if source is None else decoder.encode(source))
         hidden_MD = decoder(Inputs.of_chains(np.asarray([tokens], np.int64)), cache, need="hidden").hidden_MD
         z_TV = decoder.logits(hidden_MD[first:]).float()
     return _best(z_TV) if temperature == 0 else (z_TV / temperature).softmax(dim=1)
@@ -62,10 +74,9 @@ def _acceptance(
     """alpha of each draft over the completions, which the target wrote at this temperature."""
     found: dict[str, list[Tensor]] = {name: [] for name in drafts}
     for example in texts:
-        tokens, first = [*example.prompt_ids, *example.answer_ids[:-1]], len(example.prompt_ids) - 1
-        p_TV = text_probs(target, tokens, first, temperature)
+        p_TV = text_probs(target, example, temperature)
         for name, probs in drafts.items():
-            found[name].append(overlap(p_TV, probs(tokens, first)))
+            found[name].append(overlap(p_TV, probs(example)))
     return {name: round(float(torch.cat(each).mean()), 4) for name, each in found.items()}
 
 
@@ -74,8 +85,9 @@ def pass_ms(decoders: Mapping[str, Decoder], context: int) -> dict[str, float]:
     caches: dict[str, Cache] = {}
     for name, decoder in decoders.items():
         cache = Cache(decoder.config, rows=1, capacity=context + 1, dtype=decoder.dtype, device=decoder.device)
-        cache.add_row(context + 1)
         with torch.inference_mode(), decoder.decoding():
+            encoder = decoder.encoder
+            cache.add_row(context + 1, None if encoder is None else decoder.encode(encoder.some(context)))
             decoder(Inputs.of_chains(np.full((1, context), 1, np.int64)), cache, need="hidden")
         cache.commit([range(context)])
         caches[name] = cache
@@ -91,10 +103,11 @@ def pass_ms(decoders: Mapping[str, Decoder], context: int) -> dict[str, float]:
 
 
 def _parameters(decoder: Decoder) -> int:
-    """Weights that a pass multiplies by: all but the embedding, the head included."""
+    """Weights that a pass multiplies by: the layers' and the head's. A source's keys and values are computed once."""
     config = decoder.config
     heads = config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    across = 0 if config.encoder is None else 2 * config.head_dim * config.num_heads
+    layer = config.hidden_size * (heads + across + (3 if config.gated_mlp else 2) * config.intermediate_size)
     return config.num_layers * layer + config.vocab_size * config.hidden_size
 
 
@@ -107,6 +120,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
     by_temperature = {}
     for temperature, sampling in MODES.items():
         drafts: dict[str, Probs] = {DRAFT: partial(text_probs, draft, temperature=float(temperature))}
+        drafts[LOOKUP] = partial(_looked_up, target.config)
         for name, order in ORDERS.items():
             drafts[name] = _counted(target, f"ngram:data={setup.table},order={order}", float(temperature))
         setup.report(f"temperature {temperature}: acceptance rates")
@@ -115,6 +129,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
         specs = {f"{DRAFT}, {n}": f"draft_model:model={setup.draft},tree=chain,tokens={n}" for n in GAMMAS}
         specs |= {f"trigram, {n}": f"ngram:data={setup.table},tree=chain,nodes={n + 1}" for n in GAMMAS[:3]}
         rejected = tuple(specs) if temperature != "0" else ()
+        specs |= {f"{LOOKUP}, {n}": f"prompt_lookup:tokens={n},ngram={LONGEST}" for n in GAMMAS[:3]}
         records = alone(setup, loaded, specs, sampling=sampling, rejection=rejected)
         positions = sum(len(example.answer_ids) for example in texts)
         by_temperature[temperature] = {"alpha": alphas, "positions": positions, "records": records}
@@ -128,12 +143,26 @@ def _measure(setup: Setup) -> dict[str, Any]:
     }
 
 
+def _looked_up(config: ModelConfig, example: Example) -> Tensor:
+    """All on the token that prompt lookup proposes, nothing where it proposes none [T, V]."""
+    tokens, first, source = _placed(config, example)
+    before = [] if source is None else list(source.tokens)
+    text, index = [*before, *tokens], Index(LONGEST)
+    q_TV = torch.zeros(len(tokens) - first, config.vocab_size)
+    for row, end in enumerate(range(len(before) + first + 1, len(text) + 1)):
+        index.extend(text[:end], end)
+        if (match := index.match(text, end)) is not None:
+            q_TV[row, text[match[0]]] = 1.0
+    return q_TV
+
+
 def _counted(target: Decoder, spec: str, temperature: float) -> Probs:
     drafter = make_drafter(spec, target)
     assert isinstance(drafter, NGramDrafter)
     model = drafter.model
 
-    def probs(tokens: Sequence[int], first: int) -> Tensor:
+    def probs(example: Example) -> Tensor:
+        tokens, first, _ = _placed(target.config, example)
         q_TV = model.probs([tokens[max(0, place - 1) : place + 1] for place in range(first, len(tokens))])
         return _best(q_TV) if temperature == 0 else q_TV
 
@@ -179,7 +208,8 @@ def _ours(result: Result) -> str:
             f"T = {temperature}: alpha {alpha:.2f}, c {result['c']:.2f}, best gamma {theory} by theorem 3.8 "
             f"({speedup(alpha, theory, result['c']):.2f}x), {best['gamma']} measured ({best['measured']:.2f}x)"
         )
-        told.append("alpha of " + ", ".join(f"{name} {found['alpha'][name]:.2f}" for name in ORDERS))
+        others = [name for name in (LOOKUP, *ORDERS) if name in found["alpha"]]
+        told.append("alpha of " + ", ".join(f"{name} {found['alpha'][name]:.2f}" for name in others))
     return "; ".join(told)
 
 
@@ -234,4 +264,14 @@ STUDY = Study(
     suite="spec_bench",
     command="python research/study.py leviathan --model TARGET --draft MODEL --table FOLDER --data DIR "
     "--out benchmarks/study-leviathan-DATE.json",
+)
+
+T5 = replace(
+    STUDY,
+    name="leviathan_t5",
+    title="The same with encoder-decoder models",
+    differs="a T5 of 6 layers and one of 2, trained on two cores for restaurant descriptions and translation "
+    "(research/train_t5.py) instead of T5-XXL and T5-small; matching for lookup at temperature 1; a CPU",
+    command="python research/study.py leviathan_t5 --model T5/target --draft T5/draft --table T5/ngrams "
+    "--suite T5/e2e.jsonl --dtype float32 --out benchmarks/study-leviathan_t5-DATE.json",
 )

@@ -475,6 +475,7 @@ class Model:
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], options: ChatKeywords) -> tuple[list[int], Keywords]:
         """The token ids of a conversation, and the options that are left for ``generate``."""
+        self.target.check_decoder_only("chat")
         template, rest = chat_options(options, self.tokenizer)
         return conversation_ids(messages, self.tokenizer, self.target.name, template), rest
 

@@ -31,7 +31,7 @@ from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AnabranchError, InputError, PerformanceWarning
 from anabranch.methods import AUTO, Drafter, Method, Spec, make_drafter, methods, parse_spec, resolve_spec
 from anabranch.methods.spec import Part
-from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.config import EncoderConfig, ModelConfig, RopeConfig
 from anabranch.model.load import Target, resolve_device, resolve_dtype
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import quantize_decoder, rounding_of
@@ -138,6 +138,7 @@ def supports(
     dtype: str | torch.dtype = "auto",
     quantize: str = "auto",
     kv: str = "auto",
+    encoder: bool = False,
     prompts: int = 1,
     stream: bool = False,
     **options: Unpack[Keywords],
@@ -146,6 +147,7 @@ def supports(
 
     drafter                      a specification; None: "auto"
     device, dtype, quantize, kv  as for ``load``
+    encoder                      whether the target is an encoder-decoder model
     prompts                      the number of prompts decoded together
     stream                       whether the call is ``Model.stream``
     options                      those of ``Model.generate``
@@ -161,7 +163,7 @@ def supports(
     def question() -> None:
         check_named_once(drafter, options)
         loading.check(loading.LoadConfig(dtype=dtype, device=device, quantize=quantize, kv=kv))
-        stand_in = StandIn.of(device, dtype, quantize, kv)
+        stand_in = StandIn.of(device, dtype, quantize, kv, encoder=encoder)
         given: Keywords = options if drafter is None else {**options, "drafter": drafter}
         refuse(stand_in.target, given, lambda spec: stand_in.drafter(spec or AUTO), prompts=prompts, stream=stream)
 
@@ -191,15 +193,20 @@ class Letters:
 
 
 class StandIn:
-    """A small Llama with random weights in a target's place, for which every method has what it needs."""
+    """A small Llama with random weights in a target's place, for which every method has what it needs.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
+    encoder  it attends to the output of an encoder
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, quantize: str, *, encoder: bool = False) -> None:
         # of sizes that the native kernels take
         config = ModelConfig(
             *("llama", WORDS, 32, LAYERS, 2, 1, 32, 64, 4096),
             rope=RopeConfig(dim=32, max_positions=4096),
             eos_token_ids=(WORDS - 1,),
         )
+        if encoder:
+            config = replace(config, encoder=EncoderConfig(replace(config, position="none"), start=(0,)))
         kind = rounding_of(quantize)
         with torch.random.fork_rng(devices=[]):
             decoder = build_decoder(config, device="cpu").to(device, dtype)
@@ -211,14 +218,19 @@ class StandIn:
 
     @staticmethod
     def of(
-        device: str = "auto", dtype: str | torch.dtype = "auto", quantize: str = "auto", kv: str = "auto"
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        quantize: str = "auto",
+        kv: str = "auto",
+        *,
+        encoder: bool = False,
     ) -> StandIn:
         """The stand-in of a kind, packed as ``load`` packs a target; made on first use.
 
         Where the type is left open, it is bf16, as in most published models. Raises what ``loading.check`` raises, and
         CapabilityError for a cache in int8 without the native kernels.
         """
-        return _stand_in(resolve_device(device), resolve_dtype(dtype) or torch.bfloat16, quantize, kv)
+        return _stand_in(resolve_device(device), resolve_dtype(dtype) or torch.bfloat16, quantize, kv, encoder)
 
     def drafter(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification. Raises InputError or CapabilityError."""
@@ -257,8 +269,8 @@ class StandIn:
 
 
 @lru_cache(maxsize=4)
-def _stand_in(device: torch.device, dtype: torch.dtype, quantize: str, kv: str) -> StandIn:
-    made = StandIn(device, dtype, quantize)
+def _stand_in(device: torch.device, dtype: torch.dtype, quantize: str, kv: str, encoder: bool) -> StandIn:
+    made = StandIn(device, dtype, quantize, encoder=encoder)
     with warnings.catch_warnings():  # nothing will be decoded, so it does not matter how fast
         warnings.simplefilter("ignore", PerformanceWarning)
         pack_decoder(made.target.decoder)

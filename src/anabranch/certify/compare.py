@@ -24,6 +24,7 @@ from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Spec, make_drafter
+from anabranch.model.encoder import Source
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
 from anabranch.options import requests
@@ -122,7 +123,11 @@ def _margin(target: Target, request: Request, text: list[int], tokens: tuple[int
     """The margin of two tokens after ``text``, and the variation of the logits between pass widths."""
     sampling, prompt = request.sampling, len(request.prompt_ids)
     widest = len(text) if target.decoder.rider is None else len(text) - prompt + 1
-    passes = [last_logits(target, text, width, prompt=prompt)[-1] for width in WIDTHS if width <= widest]
+    passes = [
+        last_logits(target, text, width, prompt=prompt, source=request.source)[-1]
+        for width in WIDTHS
+        if width <= widest
+    ]
     scores = [process_logits(logits[None], sampling, [text])[0] for logits in passes]
     # at least one rounding step of the largest logit
     floor = torch.finfo(target.decoder.dtype).eps * float(passes[0].abs().max())
@@ -142,17 +147,21 @@ def _margin(target: Target, request: Request, text: list[int], tokens: tuple[int
 
 
 @torch.inference_mode()
-def last_logits(target: Target, text: Sequence[int], width: int, *, prompt: int) -> Tensor:
+def last_logits(
+    target: Target, text: Sequence[int], width: int, *, prompt: int, source: Source | None = None
+) -> Tensor:
     """Float32 logits [width, V] after each of the last ``width`` tokens of a text, from one pass over these.
 
-    The first ``prompt`` tokens are the text's prompt. If the target has rows of its own (``Decoder.rider``), all prompt
-    tokens but the last have none, so ``width`` must not reach further back than that one.
+    The first ``prompt`` tokens are the text's prompt, and ``source`` is what it is about. If the target has rows of its
+    own (``Decoder.rider``), all prompt tokens but the last have none, so ``width`` must not reach further back than
+    that one.
     """
     decoder = target.decoder
     assert decoder.rider is None or width <= len(text) - prompt + 1, "tokens with and without the target's own rows"
     capacity = len(text) if decoder.rider is None else decoder.rider.positions(len(text))
     cache = decoder.new_cache(1, capacity)
-    cache.add_row(decoder.rope().prompt(prompt, len(text)))
+    memory = None if source is None else decoder.encode(source)
+    cache.add_row(decoder.rope().prompt(prompt, len(text)), memory)
     start = len(text) - width
     bare = start if decoder.rider is None else min(start, prompt - 1)
     for head, rider in ((text[:bare], None), (text[bare:start], decoder.rider)):

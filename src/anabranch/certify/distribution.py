@@ -221,9 +221,9 @@ def certify_sampling(
     stats, scheduler = [], sampling_scheduler(target, rows)
 
     def one(arm: str, drafter: Drafter, index: int, rule: Rule) -> tuple[Samples, Stats]:
-        sampling = batch[contexts[index].prompt].sampling
-        drawn = seeds(sampling.seed, ARMS.index(arm), index, samples)
-        return draw(scheduler, drafter, contexts[index].tokens, sampling, rule=rule, seeds=drawn)
+        request, text = batch[contexts[index].prompt], contexts[index].tokens
+        drawn = seeds(request.sampling.seed, ARMS.index(arm), index, samples)
+        return draw(scheduler, drafter, text, request.sampling, rule=rule, seeds=drawn, source=request.source)
 
     for index, context in enumerate(contexts):
         control, _ = one(CONTROL, make_drafter("none", target.decoder), index, "match")

@@ -20,6 +20,7 @@ from anabranch.decoding.scheduler import Scheduler
 from anabranch.decoding.stats import Stats
 from anabranch.errors import InputError
 from anabranch.methods import Drafter, Row
+from anabranch.model.encoder import Source
 from anabranch.model.load import Target
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
@@ -121,9 +122,11 @@ def draw(
     *,
     rule: Rule,
     seeds: Iterable[int],
+    source: Source | None = None,
 ) -> tuple[Counter[tuple[int, ...]], Stats]:
     """Sample the first ``LENGTH`` tokens after a context once with each seed; and the statistics of all steps."""
-    requests = (Request(context, LENGTH + BEHIND, replace(sampling, seed=seed), rule=rule) for seed in seeds)
+    first = Request(context, LENGTH + BEHIND, sampling, rule=rule, source=source)
+    requests = (replace(first, sampling=replace(sampling, seed=seed)) for seed in seeds)
     tickets = [scheduler.submit(request, drafter) for request in requests]
     stats = Stats()
     with scheduler.target.inference():
@@ -162,7 +165,7 @@ def choose_contexts(
             if step.drafted:
                 places.append(len(text))
             text += step.tokens
-        context = _most_open(target, index, text, start, places or range(start, len(text)), ticket.request.sampling)
+        context = _most_open(target, index, text, start, places or range(start, len(text)), ticket.request)
         if context is not None:
             contexts.append(context)
     if not contexts:
@@ -174,12 +177,12 @@ def choose_contexts(
 
 
 def _most_open(
-    target: Target, prompt: int, text: list[int], start: int, places: Iterable[int], sampling: SamplingParams
+    target: Target, prompt: int, text: list[int], start: int, places: Iterable[int], request: Request
 ) -> Context | None:
     """The context that ends at one of ``places``, with a most probable next token closest to 1/2."""
-    logits_MV = last_logits(target, text, len(text) - start + 1, prompt=start)
+    logits_MV = last_logits(target, text, len(text) - start + 1, prompt=start, source=request.source)
     histories = [text[:end] for end in range(start, len(text) + 1)]
-    certain_M = target_probs(logits_MV, sampling, histories).amax(dim=-1).tolist()
+    certain_M = target_probs(logits_MV, request.sampling, histories).amax(dim=-1).tolist()
     longest = target.config.max_positions - LENGTH
     able = [place for place in places if place <= longest and certain_M[place - start] <= CERTAIN]
     if not able:

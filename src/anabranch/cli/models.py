@@ -7,13 +7,16 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import completion
 from anabranch.cli.plugins import Plugins
 from anabranch.errors import AdapterError, FileError, InputError
+
+if TYPE_CHECKING:
+    from anabranch.model.config import ModelConfig
 
 __all__ = ["fetch_default", "info", "pull"]
 
@@ -235,6 +238,7 @@ def _model(what: str, as_json: bool) -> None:
         "family": config.family,
         "parameters": sum(p.numel() for p in target.decoder.parameters()),
         "layers": config.num_layers,
+        **_encoder(config),
         "width": config.hidden_size,
         "heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
@@ -253,6 +257,15 @@ def _model(what: str, as_json: bool) -> None:
     if not as_json:
         facts["generation"] = "; ".join(target.generation.sentences()) or "no defaults of its own"
     _print_model(facts, as_json)
+
+
+def _encoder(config: ModelConfig) -> dict[str, Any]:
+    """The facts of an encoder; none for a decoder-only model."""
+    if config.encoder is None:
+        return {}
+    layers, channels = config.encoder.layers, config.encoder.channels
+    reads = f"{channels} features a frame" if channels else "a source text"
+    return {"encoder_layers": layers.num_layers, "encoder_reads": reads, "max_source_positions": layers.max_positions}
 
 
 def _stored_model(what: str, path: Path) -> dict[str, Any] | None:

@@ -192,6 +192,7 @@ def _prepared(config: TrainConfig, recipe: Recipe, *, packed: bool = False) -> I
     with joined() as processes, screen() if processes.first else silent() as shown, resumable(run):
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, stored=packed, adapters=False).target
+        target.check_decoder_only("training")
         answered, own = train_data.write_data(target, config.data, recipe.options.seed, config.out, shown)
         if task is not None:
             shown.say(task.summary())

@@ -65,6 +65,7 @@ def answers(config: AnswersConfig) -> None:
     with screen() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, adapters=False).target
+        target.check_decoder_only("making completions")
         if config.self_prompted is not None:
             assert source is not None
             report = _show_prompts(shown)

@@ -74,6 +74,7 @@ def tune(config: TuneConfig) -> None:
         return
     suite = config.prompts.read(limit=PROMPTS)
     loaded = options.load(config.loading)
+    loaded.target.check_decoder_only("tuning")
     name_defaults(loaded.target)
     prompts = _fitting([prompt.asked for prompt in suite], loaded, config)
     with _bar() as (bar, line):

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from anabranch.errors import InputError
 from anabranch.model.blocks import attention
-from anabranch.model.config import EncoderConfig
+from anabranch.model.config import EncoderConfig, ModelConfig
 from anabranch.model.layers import Layers
 from anabranch.model.relative import relative_bias
 
-__all__ = ["Encoder", "Memory", "Source"]
+__all__ = ["Encoder", "Memory", "Source", "begun"]
 
 STRIDE = 2  # frames of features a position
 
@@ -34,6 +34,11 @@ class Source:
 
     tokens: Sequence[int] = ()
     features: Tensor | None = None
+
+
+def begun(config: ModelConfig, prompt: Sequence[int]) -> tuple[list[int], Source | None]:
+    """The tokens that a text begins with, and its source, for the tokens that a user gives."""
+    return (list(prompt), None) if config.encoder is None else (list(config.encoder.start), Source(prompt))
 
 
 class Memory(NamedTuple):

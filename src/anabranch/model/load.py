@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from anabranch.errors import DeviceError, FetchError, FileError, InputError, ModelWarning
+from anabranch.errors import CapabilityError, DeviceError, FetchError, FileError, InputError, ModelWarning
 from anabranch.model.check import token_ids
 from anabranch.model.checkpoint import read_checkpoint
 from anabranch.model.config import ModelConfig, needed
@@ -93,6 +93,13 @@ class Target:
     def title(self) -> str:
         """The name of model and LoRA, for messages."""
         return self.name if self.lora is None else f"{self.name} with the LoRA {self.lora.name}"
+
+    def check_decoder_only(self, what: str) -> None:
+        """Raise CapabilityError for an encoder-decoder model, of which ``what`` is not supported."""
+        if self.config.encoder is not None:
+            raise CapabilityError(
+                f"{what} is for decoder-only models, and {self.title} reads a source; use another model"
+            )
 
 
 def load_target(

@@ -261,6 +261,10 @@ def read_lora(folder: Path, config: ModelConfig) -> Lora:
     terms of modules or shapes that the model does not have.
     """
     settings = read_settings(folder)
+    if config.encoder is not None:
+        raise AdapterError(
+            f"LoRAs of {config.family} models are not read; merge it with peft's merge_and_unload and load the result"
+        )
     known = places(config)
     ours = {name: module for module, place in known.items() for name in place.names}
     named = {module: module for module in known}  # as in the file, whose patterns are matched with its own names
