@@ -67,6 +67,21 @@ class Layout:
 
         return torch.tensor([[sees(row, key) for key in nodes] for row in nodes])
 
+    def _weighed(self, q_RHE: Tensor, k_RKE: Tensor, mask: Tensor) -> Tensor:
+        """Which row sees which, by kv head [K, R, R]: a stream only the ``context_top`` keys of its main row."""
+        config, shape, n = self.target.config, self.adapter.config, self.length
+        group, scale = config.num_heads // config.num_kv_heads, q_RHE.shape[-1] ** -0.5
+        allowed = mask.repeat(config.num_kv_heads, 1, 1)
+        for kv in range(config.num_kv_heads):
+            for t in range(self.first, n):
+                keys, heads = k_RKE[:n, kv], q_RHE[t, kv * group : (kv + 1) * group]
+                weights = (heads @ keys.T * scale).masked_fill(~mask[t, :n], float("-inf")).softmax(-1).sum(0)
+                top = torch.zeros(n, dtype=torch.bool)
+                top[weights.topk(min(shape.context_top, n)).indices] = True
+                rows = n + (t - self.first) * shape.num_streams + torch.arange(shape.num_streams)
+                allowed[kv, rows, :n] &= top
+        return allowed
+
     def _block(self, index: int, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor, main: int) -> Tensor:
         config, shape = self.target.config, self.adapter.config
         block = self.target.blocks[index]
@@ -80,8 +95,9 @@ class Layout:
                 left, right = v[0, main:].chunk(2, dim=-1)
                 turned = torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
                 v = torch.cat((v[:, :main], turned[None]), dim=1)
-            bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-            bias = bias.repeat(config.num_heads // config.num_kv_heads, 1)[None, None]
+            allowed = self._weighed(q[0], k[0], mask) if main < len(mask) and shape.context_top else mask[None]
+            bias = torch.zeros(allowed.shape).masked_fill(~allowed, float("-inf"))
+            bias = bias.repeat(1, config.num_heads // config.num_kv_heads, 1)[None]
             return attention(config, q, k.transpose(1, 2), v.transpose(1, 2), bias)
 
         if index >= self.adapter.start:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.decoding.engine import Engine, Request
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import InputError
 from anabranch.learning import loss as loss_module
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import VocabularyLoss
@@ -178,11 +178,14 @@ def test_no_gradient_reaches_the_target() -> None:
     assert not missing
 
 
+PLACED = [("ride", RICH), ("trail", RICH), ("ride", replace(RICH, context_top=4))]
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma2", "mistral", "gpt2", "phi"])
-@pytest.mark.parametrize("placement", ["ride", "trail"])
-def test_streams_in_training_are_those_of_decoding(case: str, placement: str) -> None:
+@pytest.mark.parametrize(("placement", "config"), PLACED, ids=["ride", "trail", "top"])
+def test_streams_in_training_are_those_of_decoding(case: str, placement: str, config: StreamConfig) -> None:
     target = small(case)
-    adapter = small_adapter(target, RICH)
+    adapter = small_adapter(target, config)
     asked = request(7, 3, 16)
     ((answer,), _) = decode(target, [asked])
     text = [*asked.prompt_ids, *answer]
@@ -229,9 +232,3 @@ def test_a_small_draft_vocabulary_and_the_texts_own_tokens() -> None:
 def test_weights_that_mean_nothing(bad: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(bad))):
         LossOptions(**bad)  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_trained() -> None:
-    adapter = small_adapter(small(), replace(PAPER, context_top=4))
-    with pytest.raises(CapabilityError, match="context_top"):
-        StreamObjective(small(), adapter)

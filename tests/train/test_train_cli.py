@@ -109,6 +109,20 @@ def test_from_prompts_to_an_adapter_that_decodes(written: Path, tmp_path: Path) 
     assert "parameters" in again.stdout
 
 
+def test_the_papers_other_forms(written: Path, tmp_path: Path) -> None:
+    """Where streams start (eta), rotated values (epsilon of eq. 8), the main row's top positions (appendix H.1)."""
+    forms = ("--init-rank", 2, "--position", "rotation", "--rotation-step", 0.05, "--context-top", 3)
+    plan = ("--recipe", "paper-lossless", "--stream-layers", 2, *forms, "--keep-states", "exact")
+    folder, sizes = tmp_path / "adapter", ("--batch-tokens", 120, "--held-out", 4, "--no-timing")
+    result = call("streams", "--answers", written, "--out", folder, *plan, *sizes)
+    assert result.exit_code == 0, result.output
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["config"]
+    assert [config[name] for name in ("init_rank", "rotation_step", "context_top")] == [2, 0.05, 3]
+    asked = [request(5, 1, 12)]
+    drafter = StreamDrafter(TARGET.decoder, load_adapter(folder, TARGET).module)
+    assert decode(TARGET.decoder, asked, drafter)[0] == decode(TARGET.decoder, asked)[0]
+
+
 def test_the_end_of_a_training_with_speeds_and_a_figure(written: Path, tmp_path: Path) -> None:
     folder, figure = tmp_path / "adapter", tmp_path / "curve.svg"
     arguments = ("streams", "--answers", written, "--out", folder, *SMALL[:-1], "--figure", figure, "--warmup", 0)

@@ -98,6 +98,15 @@ def test_drafters_say_what_they_cannot_do() -> None:
         StreamDrafter(target, small_adapter(target), StreamSettings(placement="fly"))  # type: ignore[arg-type]
 
 
+def test_the_largest_rotation_of_the_paper_is_the_default() -> None:
+    """Epsilon of eq. 8 is at most pi / 2N, N being the context length plus the streams; the adapter stores it."""
+    rotated = StreamConfig(num_stream_layers=1, position="rotation")
+    adapter = StreamAdapter(LLAMA, rotated)
+    assert adapter.config.rotation_step == math.pi / (2 * (LLAMA.max_positions + 4)) == adapter.shape.rotation_step
+    assert StreamAdapter(LLAMA, replace(rotated, rotation_step=0.1)).config.rotation_step == 0.1
+    assert StreamAdapter(LLAMA, StreamConfig(num_stream_layers=1)).config.rotation_step == 0
+
+
 def test_a_fresh_adapter_is_the_target_itself() -> None:
     """LoRA's start: all deltas are zero, so only the stream embeddings move a stream's input."""
     adapter = StreamAdapter(LLAMA, RICH)

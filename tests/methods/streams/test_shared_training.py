@@ -92,6 +92,8 @@ def segmented(target: Decoder, adapter: StreamAdapter, of: Batch, segment: int) 
     ("case", "config"),
     [
         pytest.param("llama", OWN, id="own"),
+        pytest.param("llama", replace(OWN, context_top=4), id="own, top"),
+        pytest.param("llama", replace(V1, context_top=4), id="none, top"),
         *(
             pytest.param(case, config, id=f"{case}-{config.main_attends}", marks=pytest.mark.thorough)
             for case, config in (("llama", V1), ("mistral", OWN), ("mistral", V1), ("gemma2", OWN), ("gemma2", V1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -233,6 +234,9 @@ class StreamModule(TrainedModule):
             raise InputError(
                 f"num_stream_layers is {config.num_stream_layers}, but the target has only {model.num_layers} layers"
             )
+        if config.position == "rotation" and not config.rotation_step:
+            longest = model.max_positions + config.num_streams
+            config = replace(config, rotation_step=math.pi / (2 * longest))
         self.model, self.shape = model, config
         width = model.hidden_size
         self.start = model.num_layers - config.num_stream_layers
@@ -331,7 +335,7 @@ class StreamAdapter(StreamModule):
     def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
         tuning = terms_of(model, config.lora_rank)  # drawn first: as ``train lora`` draws them
         super().__init__(model, config, vocabulary)
-        self.config, self.tuning = config, tuning
+        self.config, self.tuning = self.shape, tuning
 
     def clipped(self, options: Any) -> list[list[nn.Parameter]]:
         """All parameters; where their losses are apart, the terms and those of the streams."""

@@ -29,7 +29,8 @@ class StreamConfig(Shape):
     mlp_rank           rank of the deltas on the frozen MLP's products for stream rows, with "mlp+adapter" only; 0: none
     init_rank          eta of f in ``S = f(M) + P`` (ACL eq. 4); 0: identity (the paper)
     position           "embedding": stream embeddings P_j; "rotation": value rotation instead (ACL eq. 8)
-    rotation_step      epsilon of eq. 8, radians per stream
+    rotation_step      epsilon of eq. 8, radians per stream; 0 in a recipe: the paper's largest, pi / 2N, where N is the
+                       target's context length plus the number of streams
     pruning_rank       rank of the early-exit adapter o (ACL section 2.3); 0: none
     context_top        stream rows attend only to this many context positions, those with the largest weights for the
                        main row (ACL appendix H.1, p = 64); 0: all
@@ -66,7 +67,7 @@ class StreamConfig(Shape):
     mlp_rank: int = 0
     init_rank: int = 0
     position: Literal["embedding", "rotation"] = "embedding"
-    rotation_step: float = 1e-3
+    rotation_step: float = 0.0
     pruning_rank: int = 8
     context_top: int = 0
     conditioning: Literal["none", "parent", "path"] = "none"

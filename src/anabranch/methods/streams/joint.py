@@ -169,8 +169,15 @@ class SharedTarget(TunedTarget):
         assert isinstance(block, Block)
         side = self.adapter.side(index, 0, fixed=self.detach)
 
+        own, top = self.adapter.shape.main_attends == "own", self.adapter.shape.context_top
+        choosing: list[Tensor | None] = [None] * len(parts)  # the queries of the parts' main rows
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = run.attend(index, q, k, v)
+            if top:  # only the order of weights matters, which has no gradient
+                choosing[:] = [part.gathered(q.detach()) for part in parts]
+            if not own:
+                return out
             keys, values = run.keys_values[-1]
 
             def look(part: _Part, x_BRD: Tensor) -> Tensor:
@@ -183,17 +190,16 @@ class SharedTarget(TunedTarget):
                 out = out.index_put(part.places, _again(len(parts) > 1, look, part, x_BRD))
             return out
 
-        own = self.adapter.shape.main_attends == "own"
-        x_BTD = run.layer(index, x_BTD, self.layers[index], attend if own else None)
+        x_BTD = run.layer(index, x_BTD, self.layers[index], attend if own or top else None)
         keys, values = map(self._read, run.keys_values[-1])
 
-        def through(part: _Part, x_BRD: Tensor) -> Tensor:
-            look = part.looks.of(keys, values, part.visible(sliding))
+        def through(main_q: Tensor | None, part: _Part, x_BRD: Tensor) -> Tensor:
+            look = part.looks.of(keys, values, part.visible(sliding), main_q)
             result: Tensor = block(x_BRD, *part.rotations, look, side)
             return result
 
-        followed = [_again(len(parts) > 1, through, part, x) for part, x in zip(parts, streams, strict=True)]
-        return x_BTD, followed
+        each = zip(choosing, parts, streams, strict=True)
+        return x_BTD, [_again(len(parts) > 1, partial(through, main_q), part, x) for main_q, part, x in each]
 
     def _read(self, main: Tensor) -> Tensor:
         """Values of main rows as streams read them: without gradients where their losses are apart."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.drafting.replay import replay_all
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
@@ -50,12 +50,15 @@ class Frozen:
     """The target's states for a batch: main rows before layer N - N_s and after the last norm, top layers' KV cache.
 
     About (2 D + 2 K E N_s) values per token. ``streams`` are states of streams that the pass has computed already.
+    ``mains`` are main rows [B, T, D] before each layer of streams that attend to what their main row attends to most
+    (``context_top``): D N_s more values.
     """
 
     entry_BTD: Tensor
     hidden_BTD: Tensor
     keys_values: Sequence[tuple[Tensor, Tensor]]
     streams: StreamStates | None = None
+    mains: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,6 @@ class StreamObjective:
         segment: int = 128,
         frozen: Decoder | None = None,
     ) -> None:
-        if adapter.shape.context_top:
-            raise CapabilityError("context_top is for decoding; train with context_top 0 and set it afterwards")
         self.target, self.adapter, self.segment = target, adapter, segment
         self.options = options or LossOptions()
         if adapter.shape.mode == "lossless" and (self.options.main or self.options.streams != 1 or self.options.detach):
@@ -130,11 +131,15 @@ class StreamObjective:
     def freeze(self, batch: Batch) -> Frozen:
         """Run the target over the batch."""
         start = self.adapter.start
-        return self._read(self.run(batch, taps=(start,), keys_from=start))
+        layers = range(start, len(self.target.blocks)) if self.adapter.shape.context_top else (start,)
+        return self._read(self.run(batch, taps=tuple(layers), keys_from=start))
 
     def _read(self, states: TargetStates) -> Frozen:
-        streams = states.streams if isinstance(states, StreamedStates) else None
-        return Frozen(states.taps[self.adapter.start], states.hidden_BTD, states.keys_values, streams)
+        start, streams = self.adapter.start, states.streams if isinstance(states, StreamedStates) else None
+        mains: list[Tensor] = []
+        if streams is None and self.adapter.shape.context_top:
+            mains = [states.taps[layer] for layer in range(start, len(self.target.blocks))]
+        return Frozen(states.taps[start], states.hidden_BTD, states.keys_values, streams, mains)
 
     def keep(self, keeping: Keeping) -> None:
         """Keep the states of the frozen target."""
@@ -158,7 +163,8 @@ class StreamObjective:
         if frozen.streams is not None:
             return frozen.streams.at(positions_BP)
         width, d = frozen.entry_BTD.shape[1:]
-        entry = frozen.entry_BTD.gather(1, positions_BP[:, :, None].expand(-1, -1, d))
+        index = positions_BP[:, :, None].expand(-1, -1, d)
+        entry, mains = frozen.entry_BTD.gather(1, index), [x_BTD.gather(1, index) for x_BTD in frozen.mains]
         keys = torch.arange(width, device=positions_BP.device)
         seen = keys <= positions_BP[:, :, None]
         near = seen
@@ -167,7 +173,8 @@ class StreamObjective:
         layers = range(self.adapter.start, self.target.config.num_layers)
         visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
         emitted = emitted_tokens(self.target, self.adapter, tokens_BT, positions_BP, riding_BP)
-        return trail(self.target, self.adapter, entry, emitted, positions_BP, frozen.keys_values, visible, width)
+        read = frozen.keys_values, visible, width
+        return trail(self.target, self.adapter, entry, emitted, positions_BP, *read, mains=mains)
 
     def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """States [B, P, S, D] conditioned on the true tokens of the path to each prediction (teacher forcing)."""

@@ -114,7 +114,10 @@ _OPTIONS: dict[str, Option] = {
     "adapter_rank": Option(int, "rank of the stream adapters (R_s)", "config"),
     "attention_rank": Option(int, "rank of the deltas on q, k, v and o; 0: none", "config"),
     "mlp_rank": Option(int, "rank of the deltas on the MLP's products, with mlp+adapter; 0: none", "config"),
+    "init_rank": Option(int, "rank of the term added to the main row where streams start (eta); 0: none", "config"),
     "position": Option(str, "what tells streams apart: embedding (the paper) or rotation (of values, eq. 8)", "config"),
+    "rotation_step": Option(float, "angle of eq. 8 a stream, in radians; 0: the paper's largest, pi / 2N", "config"),
+    "context_top": Option(int, "streams attend to this many positions, the main row's top ones; 0: all", "config"),
     "conditioning": Option(str, "what scores are conditioned on: none, parent or path", "config"),
     "conditioning_rank": Option(int, "width of the conditioning term", "config"),
     "root_width": Option(int, "width of the term that conditions streams on the root; 0: none", "config"),
@@ -144,6 +147,8 @@ def _adjusted(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if given.get("main_attends") == "own":
         # such streams are computed before the next token is known, and are part of the target
         given = {"root_width": 0, "detach": False, **given}
+    if given.get("context_top"):
+        given = {"root_width": 0, **given}  # such streams ride, so the next token is never known
     return given
 
 

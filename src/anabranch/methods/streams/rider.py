@@ -139,7 +139,7 @@ class StreamRider:
             return block(narrow, *own.all_rotations, attend, self.adapter.side(index, n))  # type: ignore[no-any-return]
         main_q = None
         if self.adapter.shape.context_top:
-            main_q = block.split(block.qkv(block.norm_in(narrow[:, :n])), run.cos, run.sin)[0]
+            main_q = main_queries(block, narrow[:, :n], (run.cos, run.sin))
         main = self.target.layers(x_BRD[:, :n], run, index, index + 1)
         streams = block(narrow[:, n:], *own.rotations, partial(look, main_q=main_q), self.adapter.side(index, 0))
         return torch.cat((main, streams.to(main.dtype)), dim=1)
@@ -172,6 +172,12 @@ def own_rider(target: Decoder, adapter: StreamModule) -> StreamRider | None:
     return StreamRider(target, adapter, ride=True) if adapter.shape.main_attends == "own" else None
 
 
+def main_queries(block: Block, x_BND: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
+    """The queries [B, N, H, E] of main rows before a layer, whose weights choose the context of their streams."""
+    q: Tensor = block.split(block.qkv(block.norm_in(x_BND)), *rotations)[0]
+    return q
+
+
 def initial_streams(
     target: Decoder, adapter: StreamModule, main_BND: Tensor, positions_BR: Tensor, emitted_BND: Tensor | None = None
 ) -> Tensor:
@@ -195,19 +201,22 @@ def trail(
     longest: int,
     *,
     lengths_B: Tensor | None = None,
+    mains: Sequence[Tensor] = (),
 ) -> Tensor:
     """Stream states after the last norm [B, N, S, D] of nodes whose main rows are already in the cache.
 
     ``entry_BND`` are their main rows before layer N - N_s, ``emitted_BND`` the embeddings of the tokens emitted at them
     (zero or None: not conditioned on these), ``keys_values`` the main stream's cache of each top layer, and
     ``visible_BNL`` the mask of what each node attends to. No position is ``longest`` or beyond. If the nodes are the
-    last ones of rows of ``lengths_B`` committed tokens, a GPU reads the cache in place.
+    last ones of rows of ``lengths_B`` committed tokens, a GPU reads the cache in place. ``mains`` [B, N, D] are their
+    main rows before each of these layers, whose queries choose the context with ``context_top``.
     """
     b, n, d = entry_BND.shape
-    assert adapter.shape.context_top == 0, "context_top needs the main rows' queries: ride"
+    assert mains or not adapter.shape.context_top, "context_top needs the main rows' queries: ride"
     positions = stream_positions(positions_BN, adapter.shape.num_streams)
     x = initial_streams(target, adapter, entry_BND, positions, emitted_BND)
     cos, sin = target.rope()(positions, longest)
+    of_mains = target.rope()(positions_BN, longest) if mains else None
     looks = Looks(target, adapter, entry_BND.dtype)
     for index in range(adapter.start, len(target.blocks)):
         block = target.blocks[index]
@@ -218,7 +227,12 @@ def trail(
                 _look_in_place, target.config, adapter.shape, index, keys, values, lengths_B, None, positions_BN
             )
         else:
-            look = looks.of(keys, values, visible)
+            main_q = None
+            if of_mains is not None:
+                assert isinstance(block, Block)
+                with torch.no_grad():
+                    main_q = main_queries(block, mains[index - adapter.start], of_mains)
+            look = looks.of(keys, values, visible, main_q)
         x = through(partial(block, cos=cos, sin=sin, attend=look, side=adapter.side(index, 0)), x)
     streams: Tensor = target.norm(x)
     return streams.view(b, n, adapter.shape.num_streams, d)
@@ -252,12 +266,13 @@ class Looks:
         self._biases: dict[int, Tensor | None] = {}
         self._masks: dict[int, Tensor] = {}
 
-    def of(self, keys: Tensor, values: Tensor, visible: Tensor) -> Look:
-        """(q, k, v) -> the result for one layer's cache."""
+    def of(self, keys: Tensor, values: Tensor, visible: Tensor, main_q: Tensor | None = None) -> Look:
+        """(q, k, v) -> the result for one layer's cache; ``main_q`` are the main rows' queries, for ``context_top``."""
         if id(visible) not in self._biases:
             self._biases[id(visible)] = stream_bias(self.model, self.shape, visible, self.dtype)
         bias = self._biases[id(visible)]
-        if bias is None and self.model.attention_softcap is None and self.shape.position == "embedding":
+        whole = main_q is None or not 0 < self.shape.context_top < keys.shape[2]
+        if whole and bias is None and self.model.attention_softcap is None and self.shape.position == "embedding":
             if id(visible) not in self._masks:
                 groups = self.model.num_heads // self.model.num_kv_heads
                 self._masks[id(visible)] = row_mask(visible, self.shape.num_streams, groups, self.dtype)
@@ -265,6 +280,6 @@ class Looks:
             return lambda q, k, v: row_attention(self.model, (q, k, v), keys, values, mask)
 
         def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return stream_attention(self.model, self.shape, (q, k, v), keys, values, visible, bias=bias)
+            return stream_attention(self.model, self.shape, (q, k, v), keys, values, visible, main_q, bias)
 
         return look
