@@ -67,19 +67,23 @@ class Case:
 def adapter_cases(texts: Sequence[str]) -> list[Case]:
     """The cases of ``LABEL=FOLDER`` texts, and of the methods that read the same weights as one of them.
 
+    A label may have settings, as in ``eagle-1:tree=static=FOLDER``; the case is then the only one of its folder.
+
     Raises InputError for a malformed text, AdapterError for a folder that is no adapter.
     """
     found = []
     for text in texts:
-        label, equals, place = text.partition("=")
+        settled = ":" in text.partition("=")[0]
+        label, equals, place = text.rpartition("=") if settled else text.partition("=")
         if not equals or not label.strip() or not place.strip():
             raise InputError(f"an adapter must be LABEL=FOLDER, as in heads=FOLDER, got {text!r}")
         folder, label = Path(place.strip()).expanduser(), label.strip()
         record = read_record(folder)
         method, trained = method_of(record)
         tuned = _tuned(folder / TUNED, record)
-        found.append(Case(label, Part(method, method.settings()), folder, tuned))
-        for reader in methods():
+        settings = label.partition(":")[2]
+        found.append(Case(label, Part(method, method.settings.parse(settings, method.name)), folder, tuned))
+        for reader in methods() if not settings else ():
             if reader.reads is trained:
                 name = reader.name if label.replace("-", "_") == method.name else f"{reader.name} ({label})"
                 found.append(Case(name, Part(reader, reader.settings()), folder, tuned))
@@ -113,7 +117,8 @@ def free_cases(texts: Sequence[str]) -> list[Case]:
         if len(spec.parts) != 1:
             raise InputError(f"a comparison is between methods, not combinations of them; got {text!r}")
         (part,) = spec.parts
-        if part.method.trained is not None or part.method.reads is not None:
+        own = part.method.trained is not None or part.method.reads is not None
+        if own and not getattr(part.settings, "model", ""):  # a draft model may be any model
             raise InputError(f"the method {part.method.name!r} needs an adapter; give its folder as LABEL=FOLDER")
         found.append(Case(without_folders(str(spec)), part))
     return found
@@ -147,7 +152,7 @@ def contenders(case: Case, budgets: Sequence[int]) -> dict[str, Spec]:
     if not found:
         found["as given"] = Spec((case.part,))
     following = _with(case.method.settings.under_load(), case.part.settings)
-    if following.adaptive:
+    if following.adaptive and following == replace(following, **_changed(case.part.settings)):
         found[LOAD] = Spec((Part(case.method, following),))
     return found
 
@@ -164,13 +169,13 @@ def _sized(method: Method, nodes: int) -> Settings | None:
 
 def _with(settings: Settings, given: Settings) -> Settings:
     """``settings`` with the values of ``given`` that are not its defaults, except where ``settings`` has its own."""
-    defaults = {field.name: field.default for field in fields(settings)}
-    changed = {
-        name: getattr(given, name)
-        for name, default in defaults.items()
-        if getattr(settings, name) == default != getattr(given, name)
-    }
-    return replace(settings, **changed)
+    return replace(settings, **{**_changed(given), **_changed(settings)})
+
+
+def _changed(settings: Settings) -> dict[str, Any]:
+    """The values that are not defaults."""
+    values = {field.name: (getattr(settings, field.name), field.default) for field in fields(settings)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def rejection_spec(case: Case, loaded: Loaded) -> Spec | None:

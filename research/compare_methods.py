@@ -7,7 +7,8 @@ For each method: parameters, bytes, data and training time from its adapter fold
 greedy and at temperature 1; the cost of a step by part; tokens/s against plain decoding, alternating, one prompt and
 several at a time, for each kind of weights; and whether ``anabranch certify`` finds its tokens equal to plain
 decoding's in float32. An adapter's folder that has a tuned target in it is measured against that target's plain
-decoding. The result is written after each part; --resume continues a stopped run. Run nothing else at the same time.
+decoding. A label may have settings, as in eagle-1:tree=static=FOLDER, which all drafters of the row keep. The result is
+written after each part; --resume continues a stopped run. Run nothing else at the same time.
 ``python research/comparison_page.py`` turns the newest result into docs/comparison.md.
 """
 
@@ -57,7 +58,13 @@ Part = tuple[str, Callable[[], Any]]
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--adapter", action="append", default=[], metavar="LABEL=FOLDER", help="a trained method; repeatable")
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="LABEL=FOLDER",
+        help="a trained method; repeatable. A label may have settings, as in eagle-1:tree=static=FOLDER",
+    )
     add("--adapters", type=Path, metavar="FOLDER", help="all trained methods in this folder, labelled by their folders")
     add("--method", action="append", metavar="SPEC", help=f"a method without adapter (default: {', '.join(FREE)})")
     add("--model", default="default", help="the target")

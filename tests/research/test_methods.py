@@ -117,6 +117,15 @@ def test_all_adapters_of_a_folder(drafts: Path, tmp_path: Path) -> None:
     assert [case.name for case in adapter_cases(in_folder(tmp_path))] == ["draft-model", "staged"]
 
 
+def test_the_row_of_a_paper_keeps_its_settings(toys: ToyFolders) -> None:
+    (case,) = adapter_cases([f"streams:tree=chain,placement=ride={toys.adapter}"])
+    assert case.name == "streams:tree=chain,placement=ride"
+    specs = [str(spec) for spec in contenders(case, [4]).values()]
+    assert specs, "and none whose size follows the load"
+    assert all("tree=chain" in spec and "placement=ride" in spec for spec in specs)
+    assert [case.name for case in free_cases(["draft_model:model=toy"])] == ["draft_model:model=toy"]
+
+
 def test_methods_without_an_adapter() -> None:
     named = free_cases(["prompt_lookup:ngram=2", "lookahead"])
     assert [case.name for case in named] == ["prompt_lookup:ngram=2", "lookahead"]
