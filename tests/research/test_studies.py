@@ -262,7 +262,7 @@ def toy_words(name: str, toys: ToyFolders, folder: Path) -> list[Any]:
 COMPARED = ("layers", "rotation")
 LONG = (
     *("gradients", "layers", "pruning", "sampling", "batches", "quantization", "branching", "rotation", "peeking"),
-    *("staged", "leviathan"),
+    *("staged", "leviathan", "lossless"),
 )
 NAMES = ("cosine", *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG))
 
@@ -303,6 +303,10 @@ def test_a_study_from_the_command_to_its_section(
         assert {**first, "label": "two"} == second
     if name == "gradients":
         assert all(norm > 0 for norm in result["norms"]["trained streams"])
+    if name == "lossless":
+        zero, both = result["starts"]["zero, one learning rate"], result["starts"]["both"]
+        assert all(each["reproduced"] == 0 for each in zero["layers"])
+        assert max(each["reproduced"] for each in both["layers"]) > 0
     if name == "pruning":
         assert result["pruning_layer"]
         assert all(record["equal_outputs"] == 2 for record in result["records"] if record["name"] != "none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from anabranch.drafting.published import Layout
 from anabranch.errors import CapabilityError
+from anabranch.learning.examples import Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe, Training
 from anabranch.learning.shape import Shape
@@ -110,7 +111,7 @@ class Trained:
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
     adopt      (recipe, a trained module's config): the recipe with that shape, but for what the user has set
-    fresh      (target, module with fresh weights): take from the target what training begins with
+    fresh      (target, module with fresh weights, training examples): take from the target what training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
                store and the target that it belongs to where training has made another target, otherwise None
@@ -126,7 +127,7 @@ class Trained:
     begin: Callable[[Any, Any], None]
     adopt: Callable[[Recipe, Any], Recipe] = adopt_shape
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
-    fresh: Callable[[Decoder, Any], None] | None = None
+    fresh: Callable[[Decoder, Any, Sequence[Example]], None] | None = None
     rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
     packed: Callable[[Recipe], bool] = lambda recipe: False
     published: tuple[Layout, ...] = ()

@@ -126,7 +126,7 @@ def train_adapter(
         vocabulary = _vocabulary(target, recipe, training)
         module = trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
         if trained.fresh is not None:
-            trained.fresh(target.decoder, module)
+            trained.fresh(target.decoder, module, training)
         return module, None if start is None else begin(method, module, start, target)
 
     processes = options.get("processes")

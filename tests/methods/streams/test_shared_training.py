@@ -231,14 +231,15 @@ def test_embeddings_that_stand_alone_learn_in_proportion_to_the_states(tmp_path:
     target = copy.deepcopy(small())
     adapter, richer = trainable(target, OWN), trainable(target, RICHER)
     scale_to_target(target, richer)
-    assert richer.rates() == {"embeddings": 1.0}
+    assert not richer.rates()
     scale_to_target(target, adapter)
     (rate,) = adapter.rates().values()
     with torch.no_grad():  # what enters the top layers grows with the embeddings of tokens
         target.embedding.weight.mul_(64)
     scale_to_target(target, adapter)
     assert math.log2(rate) % 1 == 0
-    assert adapter.embedding_rate > 2 * rate
+    faster = adapter.rates()["embeddings"]
+    assert faster > 2 * rate
     examples = [Example(tuple(prompt(4, n)), tuple(prompt(9, 30 + n))) for n in range(6)]
     objective = shared_objective(target, adapter, LOSS)
     options = TrainOptions(epochs=1, batch_tokens=1000, warmup=0, lr=1e-3)
@@ -246,7 +247,7 @@ def test_embeddings_that_stand_alone_learn_in_proportion_to_the_states(tmp_path:
     run = Trainer(target, adapter, objective, examples, [], options, tmp_path)
     run.run(lambda now: None)
     moved = (adapter.embeddings.detach() - before).abs().median()
-    assert float(moved) == pytest.approx(1e-3 * adapter.embedding_rate, rel=0.2)  # the first step of Adam
+    assert float(moved) == pytest.approx(1e-3 * faster, rel=0.2)  # the first step of Adam
 
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")

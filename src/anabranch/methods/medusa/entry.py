@@ -70,7 +70,7 @@ TRAINED = Trained(
     describe=described,
     begin=begin_with_heads,
     export=export_tuned,
-    fresh=start_from_target,
+    fresh=lambda target, module, examples: start_from_target(target, module),
     published=LAYOUTS,
 )
 

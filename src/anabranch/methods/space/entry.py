@@ -87,7 +87,7 @@ TRAINED = Trained(
     objective=_objective,
     describe=_describe,
     begin=begin_with,
-    fresh=start_from_target,
+    fresh=lambda target, module, examples: start_from_target(target, module),
     export=export_tuned,
 )
 

@@ -245,7 +245,7 @@ class StreamModule(TrainedModule):
         )
         if self.embeddings is not None and not self.embeddings.is_meta:
             nn.init.normal_(self.embeddings, std=0.02)
-        self.embedding_rate = 1.0  # see rates
+        self.learning_rates: dict[str, float] = {}  # see rates
         self.init = LowRank(width, width, config.init_rank) if config.init_rank else None
         self.root = RootTerm(width, config.root_width, config.num_streams) if config.root_width else None
         self.layers = nn.ModuleList(StreamLayer(model, config) for _ in range(config.num_stream_layers))
@@ -267,8 +267,8 @@ class StreamModule(TrainedModule):
         return [term for term in (self.root, self.conditioner) if term is not None]
 
     def rates(self) -> Mapping[str, float]:
-        """Stream embeddings may learn faster: ``begin.scale_to_target``."""
-        return {} if self.embeddings is None else {"embeddings": self.embedding_rate}
+        """Parameters may learn in proportion to their size or to the states': ``begin.start_streams``."""
+        return self.learning_rates
 
     def prepare(self, target: Decoder, options: Any, step: int) -> None:
         """Round the weights in every other step, if at all: other backends draft with weights as they are."""

@@ -1,27 +1,45 @@
-"""Initial weights of a training of streams: the scale of the target's states, or another adapter's weights."""
+"""Initial weights of a training of streams: what the target's states and MLPs give, or another adapter's weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from anabranch.drafting.trained import adopt_shape
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import Recipe
 from anabranch.learning.target import run_frozen
-from anabranch.methods.streams.adapter import StreamAdapter
+from anabranch.methods.streams.adapter import StreamAdapter, StreamModule
 from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.tuning import TextPass
 from anabranch.model.decoder import Decoder
+from anabranch.model.mlp import MLP
 
-__all__ = ["adopt_streams", "begin_with", "scale_to_target"]
+__all__ = ["adopt_streams", "begin_with", "mlp_rows", "reproduce_mlps", "scale_to_target", "start_streams"]
 
 SAMPLE = 64  # tokens
 RANKS = ("adapter_rank", "attention_rank", "mlp_rank")
-STEP = 10.0  # a step moves an embedding by the learning rate times this, times the states' root mean square
+STEP = 10.0  # a step moves a weight that is as large as it should be by the learning rate times this, times its size
+ROWS = 4096  # of completions, that MLPs are approximated on
+RIDGE = 1e-2  # of the inputs' mean square: directions that these rows do not fill stay at zero
+
+
+def start_streams(target: Decoder, adapter: StreamAdapter, examples: Sequence[Example]) -> None:
+    """Set weights and learning rates from what the target computes on ``examples``, which training uses."""
+    scale_to_target(target, adapter)
+    if adapter.config.stream_mlp == "adapter" and examples:
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)  # a resumed run begins with the same weights, whatever its threads
+            reproduce_mlps(target, adapter, examples)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
@@ -38,8 +56,93 @@ def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
     batch = Batch.of([Example(tuple(ids[:1]), tuple(ids[1:]))])
     x_BTD = run_frozen(target, batch, taps=(adapter.start,)).taps[adapter.start]
     # the median: the first token's state is often a thousand times as large
-    size = float(x_BTD.float().square().mean(-1).sqrt().median())
-    adapter.embedding_rate = max(1.0, 2.0 ** round(math.log2(STEP * size)))  # the same on any machine
+    adapter.learning_rates["embeddings"] = _rate(float(x_BTD.float().square().mean(-1).sqrt().median()))
+
+
+def _rate(size: float) -> float:
+    """The multiple of the learning rate for weights of this size; a power of 2, so that it is the same everywhere."""
+    return max(1.0, 2.0 ** round(math.log2(STEP * size)))
+
+
+class _Recorder(nn.Module):
+    """A ``RowSide`` that adds nothing; it keeps the rows from ``first`` on that enter and leave the MLP."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.rows = first, (torch.empty(0), torch.empty(0))
+
+    def qkv(self, h_BRD: Tensor, qkv: nn.Module) -> Tensor:
+        """The fused projections."""
+        return qkv(h_BRD)  # type: ignore[no-any-return]
+
+    def out(self, a: Tensor, out: nn.Module) -> Tensor:
+        """The output projection."""
+        return out(a)  # type: ignore[no-any-return]
+
+    def mlp(self, h_BRD: Tensor, mlp: MLP) -> Tensor:
+        """The feed-forward part."""
+        y_BRD: Tensor = mlp(h_BRD)
+        self.rows = h_BRD[0, self.first :].float(), y_BRD[0, self.first :].float()
+        return y_BRD
+
+
+@torch.no_grad()
+def reproduce_mlps(target: Decoder, adapter: StreamAdapter, examples: Sequence[Example]) -> None:
+    """Start adapters in the MLP's place as its approximation by their rank, on the completions' own main rows.
+
+    Initialised to zero, they leave stream rows without what MLPs add: in the last layer, two thirds of the state.
+    ``down`` has the directions of the MLP's input that its best linear approximation of this rank needs (reduced-rank
+    regression), and ``up`` is least squares on what they give. ``up`` is as large as the states, and learns in
+    proportion to its size.
+    """
+    for index, (x_MD, y_MD) in mlp_rows(target, adapter, examples).items():
+        term = adapter.layer(index).mlp
+        assert term is not None
+        down = _directions(x_MD, y_MD, len(term.down))
+        z_Mr = F.silu(x_MD @ down.T)
+        term.down.copy_(down)
+        term.up.copy_(_least_squares(z_Mr, y_MD, 1e-4))
+        adapter.learning_rates[f"layers.{index - adapter.start}.mlp.up"] = _rate(float(term.up.square().mean().sqrt()))
+
+
+@torch.no_grad()
+def mlp_rows(target: Decoder, adapter: StreamModule, examples: Sequence[Example]) -> dict[int, tuple[Tensor, Tensor]]:
+    """What enters and leaves the MLP of each of the streams' layers [M, D], of up to ROWS rows of completions."""
+    pairs: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in range(adapter.start, len(target.blocks))}
+    rows = 0
+    for example in examples:
+        if rows >= ROWS:
+            break
+        batch, first = Batch.of([example]), len(example.prompt_ids) - 1
+        run = TextPass(target, batch.tokens_BT.to(target.device))
+        x = run_frozen(target, batch, taps=(adapter.start,)).taps[adapter.start]
+        for index, found in pairs.items():
+            recorder = _Recorder(first)
+            x = run.layer(index, x, recorder)
+            found.append(recorder.rows)
+        rows += len(example) - first
+    return {
+        index: (torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])) for index, found in pairs.items()
+    }
+
+
+def _ridged(x_MD: Tensor, ridge: float) -> Tensor:
+    """Second moments of rows [D, D], with this share of their mean square on the diagonal."""
+    return x_MD.T @ x_MD / len(x_MD) + ridge * x_MD.square().mean() * torch.eye(x_MD.shape[1], device=x_MD.device)
+
+
+def _least_squares(x_MD: Tensor, y_ME: Tensor, ridge: float) -> Tensor:
+    """The W [E, D] for which W x is nearest to y."""
+    found: Tensor = torch.linalg.solve(_ridged(x_MD, ridge), x_MD.T @ y_ME / len(x_MD))
+    return found.T
+
+
+def _directions(x_MD: Tensor, y_ME: Tensor, rank: int) -> Tensor:
+    """The ``rank`` directions [rank, D] of x that the best linear approximation of y needs, each of length 1."""
+    half = torch.linalg.cholesky(_ridged(x_MD, RIDGE))  # x = half z, and all directions of z are equally strong
+    best = _least_squares(x_MD, y_ME, RIDGE) @ half
+    strongest = torch.linalg.eigh(best.T @ best).eigenvectors[:, -rank:].flip(1)
+    return F.normalize(torch.linalg.solve_triangular(half.T, strongest, upper=True).T, dim=1)
 
 
 def adopt_streams(recipe: Recipe, config: StreamConfig) -> Recipe:

@@ -103,6 +103,7 @@ class StreamConfig(Shape):
 
     @property
     def bare(self) -> bool:
-        """Return whether streams pass through the layers like main rows, from states that their embeddings give."""
-        own = (self.adapter_rank, self.attention_rank, self.mlp_rank, self.init_rank, self.context_top, self.root_width)
+        """Return whether embeddings alone tell streams apart."""
+        # an adapter in the MLP's place reads the same states for all of them
+        own = (self.attention_rank, self.mlp_rank, self.root_width, self.stream_mlp != "adapter" and self.adapter_rank)
         return not any(own) and self.position == "embedding"

@@ -12,7 +12,7 @@ from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.begin import adopt_streams, begin_with, scale_to_target
+from anabranch.methods.streams.begin import adopt_streams, begin_with, start_streams
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.copying import COPIED
 from anabranch.methods.streams.counting import COUNTS
@@ -69,7 +69,7 @@ TRAINED = Trained(
     describe=_describe,
     begin=begin_with,
     adopt=adopt_streams,
-    fresh=scale_to_target,
+    fresh=start_streams,
     export=export_tuned,
     rider=own_rider,
     packed=_packed,

@@ -93,7 +93,11 @@ _RECIPES = {
         draft_vocabulary=4096,
         max_tokens=512,
     ),
-    "paper-lossless": Recipe(StreamConfig(), LossOptions(decay=1.0, soft=0.0, unconditioned=0.0)),
+    "paper-lossless": Recipe(
+        StreamConfig(),
+        LossOptions(decay=1.0, soft=0.0, unconditioned=0.0),
+        TrainOptions(epochs=3.0, lr=5e-4, schedule="linear"),
+    ),
     "shared": Recipe(
         replace(_DEFAULT, attention_rank=16, mlp_rank=13, mode="shared", lora_rank=16),
         LossOptions(main=1.0, detach=True),
