@@ -306,7 +306,7 @@ def test_a_study_from_the_command_to_its_section(
     if name == "lossless":
         zero, both = result["starts"]["zero, one learning rate"], result["starts"]["both"]
         assert all(each["reproduced"] == 0 for each in zero["layers"])
-        assert max(each["reproduced"] for each in both["layers"]) > 0
+        assert all(each["reproduced"] for each in both["layers"]), "fitted, to too few rows to be near"
     if name == "pruning":
         assert result["pruning_layer"]
         assert all(record["equal_outputs"] == 2 for record in result["records"] if record["name"] != "none")
