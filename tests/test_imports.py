@@ -36,8 +36,7 @@ ROOMS = (
     "decoding",
     *("prompts", "structure", "options", "loading"),
     *("train", "analysis", "certify", "bench", "tune", "installation"),
-    *("capabilities", "api", "integrations"),
-    "serve",
+    *("capabilities", "api", "serve", "integrations"),
     *("cli", "__main__"),
 )
 HEIGHT = {room: height for height, room in enumerate(ROOMS)}

@@ -26,7 +26,7 @@ from anabranch.serve.usage import usage
 from anabranch.serve.wire import Json, answered, encoded
 from anabranch.serve.worker import Answer
 
-__all__ = ["router"]
+__all__ = ["router", "system_of"]
 
 router = APIRouter(responses=FAILURES)
 PATH = "/v1/messages"
@@ -51,7 +51,7 @@ class CountBody(Sampling):
         choice = self.tool_choice or {}
         kind = str(choice.get("type", "auto"))
         named = {"any": "required", "tool": str(choice.get("name"))}.get(kind, kind)
-        system = _system(self.system)
+        system = system_of(self.system)
         spoken = [{"role": "system", "content": system}] if system else []
         messages = template_messages(spoken + [each for message in self.messages for each in _messages(message)])
         tools, _ = self._tools()
@@ -83,7 +83,7 @@ class MessagesBody(CountBody):
     max_tokens: int = Field(ge=1)
 
 
-def _system(given: str | Sequence[Mapping[str, Any]] | None) -> str:
+def system_of(given: str | Sequence[Mapping[str, Any]] | None) -> str:
     """The system message without the line that changes with every request, so that prefixes are found again."""
     if isinstance(given, str):
         return "\n".join(line for line in given.split("\n") if not line.startswith(BILLING))
