@@ -71,7 +71,7 @@ class Target:
     fingerprint  the identity of the stored weights with the LoRA merged into them, if there is one, before ``quantize``
                  (``weights.fingerprint``)
     lora         the folder of the merged LoRA
-    quantize     "none", "int8", "int4", or "stored": packed in the formats of its GGUF file
+    quantize     "none", "int8", "int4", or "stored": packed in formats of GGUF files
     formats      these formats, that of the most bytes first; empty unless it is stored
     generation   the defaults of its generation config
     needs        the method whose adapter is part of the model (``model.config``); empty: none
