@@ -69,7 +69,12 @@ def wanted(toys: ToyFolders) -> list[list[int]]:
         return decoded(model)
 
 
-@pytest.mark.parametrize("name", STATES)
+QUICK = ("default device meta", "default dtype float16", "autocast", "inference mode", "gradients")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in STATES]
+)
 def test_tokens_are_the_same_under_every_state(name: str, toys: ToyFolders, wanted: list[list[int]]) -> None:
     """Around loading, around decoding, and around both."""
     for loading, decoding in ((True, False), (False, True), (True, True)):

@@ -83,7 +83,12 @@ def known(family: str) -> set[str]:
     return {*table.honoured, *table.refused, *table.ignored, *table.aliases, *NOT_FIELDS}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("llama", "qwen3", "gemma3_text", "gpt_oss", "gpt2")  # the others are compared in the thorough run
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]
+)
 def test_each_field_that_transformers_has_or_reads_is_classified(family: str) -> None:
     """A failure after an update of transformers names new fields: honour them, refuse them, or list them as ignored."""
     declared = {field.name for field in dataclasses.fields(config_class(family))}

@@ -67,9 +67,19 @@ def test_the_committed_state_is_that_of_the_path_alone(path: list[int]) -> None:
             torch.testing.assert_close(part[0], getattr(alone.states, kind)[layer][0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "name", ["prompt_lookup:tokens=4", "suffix", "lookahead", "prompt_lookup+suffix", "draft_model"]
+    ("name", "temperature"),
+    [
+        *(("prompt_lookup:tokens=4", 0.0), ("lookahead", 0.0), ("draft_model", 0.0), ("prompt_lookup+suffix", 1.0)),
+        *(
+            pytest.param(name, temperature, marks=pytest.mark.thorough)
+            for name, temperature in (("suffix", 0.0), ("suffix", 1.0), ("prompt_lookup+suffix", 0.0))
+        ),
+        *(
+            pytest.param(name, 1.0, marks=pytest.mark.thorough)
+            for name in ("prompt_lookup:tokens=4", "lookahead", "draft_model")
+        ),
+    ],
 )
 def test_drafts_change_nothing(name: str, temperature: float) -> None:
     """With rows that join and leave."""

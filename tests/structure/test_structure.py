@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from anabranch.api import Model, load
+from anabranch.decoding.generation import Generation
 from anabranch.errors import CapabilityError, InputError
 from toy_text import ToyFolders, toy_model
 from verbs import Anabranch
@@ -44,6 +45,12 @@ def model() -> Iterator[Model]:
         yield loaded
 
 
+@pytest.fixture(scope="module")
+def plainly() -> dict[str, Generation]:
+    """What plain decoding wrote, by the options of the call: drafters share it."""
+    return {}
+
+
 class Person(BaseModel):
     name: str
     age: int
@@ -61,11 +68,15 @@ def test_json_follows_its_schema(model: Model) -> None:
 @pytest.mark.parametrize(
     "given", [{"schema": PERSON}, {"regex": DATE}, {"grammar": SUMS}], ids=lambda each: next(iter(each))
 )
-def test_speculation_writes_what_plain_decoding_writes(model: Model, drafter: str, given: dict[str, Any]) -> None:
+def test_speculation_writes_what_plain_decoding_writes(
+    model: Model, plainly: dict[str, Generation], drafter: str, given: dict[str, Any]
+) -> None:
     for more in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 20, "seed": 1}):
         call = {**given, **more, "max_new_tokens": 40}
-        plain = model.generate("the the", drafter="none", **call)
-        drafted = model.generate("the the", drafter=drafter, **call)
+        key = repr(call)
+        if key not in plainly:
+            plainly[key] = model.generate("the the", drafter="none", **call)
+        plain, drafted = plainly[key], model.generate("the the", drafter=drafter, **call)
         assert drafted.token_ids == plain.token_ids
         assert drafted.finish_reason == plain.finish_reason
         assert plain.finish_reason == "length" or not given.get("regex") or re.fullmatch(DATE, plain.text)

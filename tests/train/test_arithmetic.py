@@ -93,7 +93,14 @@ def test_a_run_keeps_its_arithmetic() -> None:
     assert chosen_dtype(target.decoder, "stored", {"plan": {}}) == torch.bfloat16, "a run of an earlier version"
 
 
-@pytest.mark.parametrize("method", [method for method in methods() if method.trained], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, id=method.name, marks=() if method.name in ("streams", "eagle") else pytest.mark.thorough)
+        for method in methods()
+        if method.trained
+    ],
+)
 def test_every_method_learns_the_same_in_either_arithmetic(
     method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
