@@ -319,6 +319,7 @@ def test_pictures_and_traces_are_saved(server: Server, open_page: OpenPage, tmp_
     page.locator("#file").set_input_files(trace)
     again = page.get_by_role("group", name="Trace, tokens")
     again.wait_for()
+    assert page.locator(".trace .note").inner_text() == f"Recorded with toy, drafter {server.reference.drafter}."
     assert again.evaluate("node => node.textContent").strip("\ufffd") == text.strip("\ufffd")
 
 

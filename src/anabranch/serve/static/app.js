@@ -135,7 +135,7 @@ async function ask(question) {
   note.textContent = "Reading\u2026";
   try {
     const body = requestOf(question);
-    answer.settings = { ...body, messages: undefined, anabranch: undefined };
+    answer.settings = { ...body, model: properties.model_path, messages: undefined, anabranch: undefined };
     await read(body, answer, controller, note);
     answer.compare = () => compare(answer, body);
   } catch (error) {
@@ -175,8 +175,11 @@ async function read(body, answer, controller, note) {
         append(answer, [anabranch.step]);
         due ||= setTimeout(paint, 100); // not each step: drawing takes the processor's time, which may be the model's
       }
-      if (anabranch?.stats) Object.assign(answer, { stats: anabranch.stats, drafter: anabranch.drafter });
-      if (reason === "length") note.textContent = `Ended at ${totalOf(answer)} tokens; the settings allow more.`;
+      if (anabranch?.stats) {
+        answer.stats = anabranch.stats;
+        answer.settings.drafter = anabranch.drafter;
+      }
+      if (reason === "length") note.textContent = `Ended at ${totalOf(answer)} tokens, the limit.`;
       if (below < 80) list.scrollTop = list.scrollHeight; // unless the reader has scrolled up
     }
   }
@@ -221,8 +224,10 @@ async function compare(answer, body) {
   } catch (error) {
     answer.plain = error.name === "AbortError" ? null : { error: error.message };
   }
-  running = null;
-  busy(false);
+  if (running === controller) {
+    running = null;
+    busy(false);
+  }
   if (current() === answer) showNumbers(answer);
 }
 

@@ -83,7 +83,7 @@ export function showNumbers(answer) {
       make("li", {}, make("span", { className: `t ${mark(source)}`, textContent: named(source) }), ` ${count}`),
     ),
   );
-  const drafter = answer.drafter ?? answer.settings.drafter;
+  const { drafter } = answer.settings;
   $("drafter").textContent = drafter ? `Drafter ${drafter}` : "";
   showPlain(answer);
 }
