@@ -140,7 +140,7 @@ def load_target(
             keep=keep,
             progress=progress,
         )
-    described, tensors, contents = read_checkpoint(path, _AGAIN)
+    described, tensors, contents, tokenizer = read_checkpoint(path, _AGAIN)
     generation, stated = read_defaults(path, described, _AGAIN)
     config = model_config(described)
     ends = config.eos_token_ids
@@ -164,7 +164,7 @@ def load_target(
         formats=_formats(contents, kind),
     )
     # the tokenizer last, so that errors in the config or the weights come before the second that transformers takes
-    return _finished(target, ends, _tokenizer(path))
+    return _finished(target, ends, _tokenizer(path) if tokenizer is None else tokenizer)
 
 
 def _load_gguf(
@@ -234,7 +234,7 @@ def describe(path: Path) -> tuple[GGUFContents | QuantizedFiles, StoredModel, Ge
 
         contents = read_gguf(path, dtype=torch.float32)
     else:
-        described, _, contents = read_checkpoint(path, _AGAIN)
+        described, _, contents, _ = read_checkpoint(path, _AGAIN)
         if contents is None:
             return None
         generation, _ = read_defaults(path, described, _AGAIN)

@@ -283,7 +283,7 @@ def fingerprint(weights: Decoder | Path) -> str:
         for name, parameter in sorted(weights.named_parameters()):
             identity.add(name, parameter.detach())
         return identity.fingerprint
-    described, stored, _ = read_checkpoint(weights, "a model folder needs it")
+    described, stored, _, _ = read_checkpoint(weights, "a model folder needs it")
     config = model_config(described)
     tensors = split_fused(config, stored)
     config = _with_head(config, tensors)
