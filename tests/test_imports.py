@@ -34,7 +34,7 @@ ROOMS = (
     *("drafting", "methods", "adapters"),
     "control",
     "decoding",
-    *("prompts", "structure", "options", "loading"),
+    *("prompts", "structure", "options", "loading", "speech"),
     *("train", "analysis", "certify", "bench", "tune", "installation"),
     *("capabilities", "api", "serve", "integrations"),
     *("cli", "__main__"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from anabranch.decoding.generation import Chunk, Generation
     from anabranch.decoding.stats import Stats
     from anabranch.methods import load_plugin, register
+    from anabranch.speech.transcripts import Transcript
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "PerformanceWarning",
     "Stats",
     "Support",
+    "Transcript",
     "__version__",
     "bench",
     "load",
@@ -71,6 +73,7 @@ _HOMES = {
     "Chunk": "decoding.generation",
     "Generation": "decoding.generation",
     "Stats": "decoding.stats",
+    "Transcript": "speech.transcripts",
 }
 
 

@@ -35,6 +35,9 @@ from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target
 from anabranch.options import Options, chat_options
 from anabranch.prompts import Arrays, Ids, check_stream, conversation_ids, read_prompts
+from anabranch.speech.audio import RATE, read_audio
+from anabranch.speech.options import SpeechCall, checked
+from anabranch.speech.transcripts import Transcript, transcribe
 from anabranch.support.background import Worker
 from anabranch.support.files import cache_home
 from anabranch.support.forks import renewed_after_fork
@@ -374,12 +377,53 @@ class Model:
         drafter, stop = self.drafter_of(call.drafter or self.spec), call.stops(self.target)
         return self._settled(generation.stream(self._scheduler, request, drafter, self.tokenizer, stop=stop))
 
-    def _settled(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
+    def _settled(self, chunks: Generator[T, None, None]) -> Generator[T, None, None]:
         try:
             with closing(chunks):
                 yield from chunks
         finally:
             self.settle()
+
+    @overload
+    def transcribe(self, audio: list[Any] | tuple[Any, ...], **options: Unpack[SpeechCall]) -> list[Transcript]: ...
+    @overload
+    def transcribe(self, audio: Any, **options: Unpack[SpeechCall]) -> Transcript: ...
+    def transcribe(self, audio: Any, **options: Unpack[SpeechCall]) -> Transcript | list[Transcript]:
+        """Transcribe a sound, or several, with a Whisper model; ``str(result)`` is the text.
+
+        A sound is the path of a WAV file, or an array or tensor [samples] of one channel: floats in [-1, 1], or
+        integers of their type's range. A list or tuple of sounds returns a list. Options, all by keyword:
+
+        language=None                code or name of the language; None: detected in the first 30 s of each sound
+        task="transcribe"            or "translate", to English
+        timestamps=True              segments with times; else one segment for each window
+        parallel=False               cut sounds at pauses and decode all windows together, none with the text before it
+        condition_on_previous_text=True, initial_prompt=""
+        temperature=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  tried until a text is neither improbable nor repetitive
+        compression_ratio_threshold=2.4, log_prob_threshold=-1.0, no_speech_threshold=0.6
+        seed=0                       for temperatures above 0
+        drafter=None                 a drafter for this call; "none" is plain decoding
+        rows=4                       maximum number of windows decoded at the same time
+        on_progress=None             function (seconds of sound done, seconds in total)
+        sampling_rate=16000          of arrays, in Hz
+
+        Raises FileError for a file that is no WAV file, InputError for an invalid option or array, CapabilityError for
+        a model that reads text.
+        """
+        several = isinstance(audio, list | tuple)
+        found = list(self.transcripts(audio if several else [audio], **options))
+        return found if several else found[0]
+
+    def transcripts(self, audio: Sequence[Any], **options: Unpack[SpeechCall]) -> Generator[Transcript, None, None]:
+        """Yield the transcripts of several sounds in their order, each as soon as it is done; as ``transcribe``."""
+        given: Any = dict(options)
+        rate = given.pop("sampling_rate", RATE)
+        call = checked(given)
+        sounds = [read_audio(each, rate) for each in audio]
+        alone = len(sounds) == 1 and not call["parallel"]
+        drafter: Any = call["drafter"] or (self.spec if alone else self.spec_of_several)
+        chosen = self.drafter_of(drafter)
+        return self._settled(transcribe(self.target, self._scheduler, chosen, sounds, call))
 
     @overload
     def score(self, prompt: str | list[int], *, lora: str | None = None) -> Score: ...

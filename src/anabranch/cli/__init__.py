@@ -22,6 +22,7 @@ from anabranch.cli.models import info, pull
 from anabranch.cli.options import UsageError
 from anabranch.cli.serve import serve
 from anabranch.cli.show import Notices, labelled, show_warning
+from anabranch.cli.transcribe import transcribe
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError
 from anabranch.support.interrupt import INTERRUPTED, TERMINATED, sigterm_raises
@@ -37,7 +38,7 @@ app = typer.Typer(
     help="Decode language models faster without changing their output.",
     **HELP,
 )
-for verb in (pull, generate, chat, serve, info, convert, certify, tune, simulate, analyze):
+for verb in (pull, generate, chat, transcribe, serve, info, convert, certify, tune, simulate, analyze):
     app.command(cls=Verb)(verb)
 app.add_typer(bench.app, name="bench", cls=bench.Bench)
 app.add_typer(train.app, name="train", cls=train.Methods)

@@ -13,7 +13,8 @@
     def generate(config: GenerateConfig) -> None: ...
 
 A field that is itself a configuration contributes its fields, with the defaults of its default instance; a
-``LoadConfig`` also --plugin. A field of the type ``Keywords`` (``chosen``) contributes options of a call. A field
+``LoadConfig`` also --plugin. A field of the type ``Keywords`` (``chosen``), or of another such dictionary of declared
+options, contributes options of a call. A field
 ``tuple[X, ...]`` is a repeatable option, or an argument of one or more values. Other parameters of the command, such as
 a ``typer.Context``, are passed on.
 """
@@ -24,7 +25,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, get_args, get_origin, is_typeddict
 
 import typer
 from typer.main import get_command
@@ -137,9 +138,9 @@ def parameters(kind: type[Any], defaults: Any = None) -> Iterator[inspect.Parame
         default = _default(field, defaults)
         if is_dataclass(hint):
             yield from parameters(hint, None if default is MISSING else default)  # type: ignore[arg-type]
-        elif hint is Keywords:
+        elif is_typeddict(hint):
             for name, value in default.items():
-                yield _parameter(name, _offered(hints_of(Keywords)[name], value), value)
+                yield _parameter(name, _offered(hints_of(hint)[name], value), value)
         elif isinstance(_declared(hint), Declared):
             yield _parameter(field.name, _offered(hint, default), default)
         elif get_origin(hint) is Annotated:
@@ -154,7 +155,7 @@ def build(kind: type[C], given: dict[str, Any]) -> C:
     for field, hint in _hinted(kind):
         if is_dataclass(hint):
             values[field.name] = build(hint, given)  # type: ignore[arg-type]
-        elif hint is Keywords:
+        elif is_typeddict(hint):
             names = _default(field, None)
             values[field.name] = {name: tuple(v) if isinstance(v := given[name], list) else v for name in names}
         elif field.name in given:

@@ -1,0 +1,1 @@
+"""Speech recognition with Whisper: sound files, windows, timestamps and captions around the one decoding loop."""
