@@ -21,10 +21,9 @@ from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.control.profiles import Situation, keep_tuned, settle
 from anabranch.decoding.engine import Engine
 from anabranch.decoding.scheduler import Scheduler
-from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.combined import ChoiceDrafter, CombinedDrafter
 from anabranch.drafting.trained import TrainedModule
 from anabranch.methods import make_drafter, parse_spec, resolve_spec
-from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.medusa import entry as medusa
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from anabranch.decoding.engine import FinishReason, Step, Timings
+from anabranch.drafting.combined import ChoiceDrafter
 from anabranch.drafting.drafter import Drafter, Observation, Row, altered
 from anabranch.errors import CapabilityError, FileError
-from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.support.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown

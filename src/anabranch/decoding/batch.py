@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from anabranch.drafting.combined import ChoiceDrafter
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.drafting.expected import Expected
 from anabranch.errors import CapabilityError, InputError, OutOfMemoryError
-from anabranch.methods.choice import ChoiceDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.cache import room_for, shared_length
 from anabranch.model.decoder import Decoder

@@ -27,9 +27,9 @@ from anabranch.control.costs import costs_of
 from anabranch.decoding.batch import Batch, FinishReason, Member, Request, takes_loras
 from anabranch.decoding.guided import guided
 from anabranch.decoding.scores import Scores
+from anabranch.drafting.combined import ChoiceDrafter
 from anabranch.drafting.drafter import Call, Drafter, Observation
 from anabranch.errors import NumericsError
-from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import DeviceTrees, Inputs
 from anabranch.model.passes import Need, PassResult

@@ -1,4 +1,7 @@
-"""Several drafters combined: their trees are merged, and the most probable nodes are verified."""
+"""Drafters of several others: their trees are merged, or one of them is chosen for each row.
+
+A merged tree keeps the most probable nodes. A choice is what "auto" is with several trained modules.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
-__all__ = ["CombinedDrafter"]
+__all__ = ["ChoiceDrafter", "CombinedDrafter"]
 
 
 class CombinedDrafter(Drafter):
@@ -41,7 +44,6 @@ class CombinedDrafter(Drafter):
                 f"{names} cannot share the target's pass: probes leave no room for rows that ride in it or prune it; "
                 "combine one of them, or let streams trail without pruning"
             )
-        self._probing = probing[0] if probing else None
         self.parts, self.adaptive = tuple(parts), adaptive
         self._free = tuple(part for part in parts if part.traits.free == "all")
         self.traits = Traits(
@@ -99,7 +101,7 @@ class CombinedDrafter(Drafter):
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """The probes of the one part that has some."""
-        return super().probe(rows) if self._probing is None else self._probing.probe(rows)
+        return next(part for part in self.parts if part.needs.probes).probe(rows)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Every part observes the outcome of the merged tree."""
@@ -115,3 +117,27 @@ class CombinedDrafter(Drafter):
     def depth_of(self, budget: int) -> int:
         """The maximum over the parts; free parts prepare nothing."""
         return max((part.depth_of(budget) for part in self.parts if part not in self._free), default=0)
+
+
+class ChoiceDrafter(Drafter):
+    """One of its ``drafters`` drafts for a row, from when it joins until it leaves.
+
+    A row keeps its drafter because some read the whole prompt, and because rows that ride in the target's pass must all
+    belong to one drafter. The engine chooses (``Engine.choose_drafter``), and no row has this one.
+    """
+
+    name = "auto"
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = tuple(drafters)
+        self.adaptive = any(drafter.adaptive for drafter in drafters)
+        self.needs = Needs(positions=max(drafter.margin for drafter in drafters))
+
+    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+        """Every drafter must support the request, since any may be chosen."""
+        for drafter in self.drafters:
+            drafter.check(sampling, rule)
+
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """Never called."""
+        raise NotImplementedError

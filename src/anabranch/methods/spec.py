@@ -18,12 +18,11 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from anabranch.drafting.combined import CombinedDrafter
+from anabranch.drafting.combined import ChoiceDrafter, CombinedDrafter
 from anabranch.drafting.drafter import Drafter, Method
 from anabranch.drafting.quoting import pieces
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.choice import ChoiceDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.support.nearest import hint
 
