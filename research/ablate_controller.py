@@ -3,7 +3,8 @@
 A simulated machine decodes texts that differ in how well they can be drafted: with costs of passes that were measured
 for the default model, times that vary and are interrupted now and then, at 1 to 32 rows, with cheap and dear drafters.
 The table shows tokens per second relative to the constant's own value (geometric mean over all situations), and the
-worst situation. Everything but the constant is the same, random numbers included.
+worst situation. Everything but the constant is the same, random numbers included. The constants of the choice between
+drafters are judged by texts for which one of three drafters is the fastest, and later another one.
 
     python research/ablate_controller.py --texts 40 --out benchmarks/ablation-DATE.json
 """
@@ -128,6 +129,25 @@ def decode(
     return total / spent
 
 
+def choose(texts: int, seed: int, *, changing: bool) -> float:
+    """Speed of texts of 128 tokens with the drafters that ``Choice`` picks, over that with the fastest one each time.
+
+    changing  after half of the texts, the second drafter becomes the fastest
+    """
+    noise, made = np.random.default_rng(seed), choice.Choice()
+    spent = least = 0.0
+    for text in range(texts):
+        first = 1.3 if changing and 2 * text >= texts else 1.8
+        speedups = {"first": first, "second": 1.5, "third": 0.8}
+        name = made.choose(dict.fromkeys(speedups, 1.5), 1)
+        ease = math.exp(0.25 * noise.standard_normal())
+        for _ in range(8):
+            made.saw(name, 1, 16.0, 16.0 / (ease * speedups[name]))
+        spent += 1 / speedups[name]
+        least += 1 / max(speedups.values())
+    return least / spent
+
+
 @contextmanager
 def changed(constant: str, value: Any) -> Iterator[None]:
     """The modules of ``control`` with another value of a constant."""
@@ -145,18 +165,20 @@ def changed(constant: str, value: Any) -> Iterator[None]:
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Of each constant, the values to try by name: the neutral one first."""
-    steep = tuple(0.55 * 0.82**k for k in range(len(controller.PRIOR)))
+    """The values of each constant to try by name: the neutral one first."""
     return {
         YIELD: {"off": property(lambda plan: plan.tokens / plan.ms)},
         "BUDGETS": {"all": tuple(range(2, 65)), "two": (4, 16)},
-        "PRIOR": {"steep": steep},
+        "PRIOR": {"half": controller.PRIOR / 2, "twice": controller.PRIOR * 2},
         "RATE": {"never": 0.0, "half": controller.RATE / 2, "twice": controller.RATE * 2},
-        "MEMORY": {"forever": 1e9, "half": controller.MEMORY / 2, "twice": controller.MEMORY * 2},
+        "SLOW": {"never": 0.0, "half": controller.SLOW / 2, "RATE": costs.RATE},
         "PERIOD": {"1": 1, "half": controller.PERIOD // 2, "twice": controller.PERIOD * 2},
         "NEAR": {"all": 0.0, "none": 1.0},
         "EXPLORE": {"never": 10**9, "half": controller.EXPLORE // 2, "twice": controller.EXPLORE * 2},
         "CLIP": {"none": 1e9, "tight": 1.1},
+        "SAMPLE": {"half": choice.SAMPLE / 2, "twice": choice.SAMPLE * 2},
+        "OPTIMISM": {"none": 0.0, "half": choice.OPTIMISM / 2, "twice": choice.OPTIMISM * 2},
+        "FADING": {"never": 1e9, "half": choice.FADING / 2, "twice": choice.FADING * 2},
     }
 
 
@@ -175,6 +197,13 @@ def main() -> None:
         for changing in (False, True)
     ]
 
+    def chosen() -> dict[str, float]:
+        return {
+            f"choice {seed}{', changing' if changing else ''}": choose(10 * args.texts, seed, changing=changing)
+            for seed in range(16)
+            for changing in (False, True)
+        }
+
     def rates(mode: int | None = None) -> dict[str, float]:
         texts = {rows: args.texts + 2 * rows for rows in (1, 2, 4, 8, 16, 32)}
         return {
@@ -189,7 +218,7 @@ def main() -> None:
             for kind, name, rows, changing in situations
         }
 
-    base, plain = rates(), rates(mode=0)
+    base, plain, choices = rates(), rates(mode=0), chosen()
     record: dict[str, Any] = {"over plain decoding": {name: round(base[name] / plain[name], 3) for name in base}}
     for name, ratio in record["over plain decoding"].items():
         print(f"{ratio:6.3f}  times plain decoding: {name}", flush=True)
@@ -199,8 +228,8 @@ def main() -> None:
             continue
         for label, value in values.items():
             with changed(constant, value):
-                found = rates()
-            ratios = {name: found[name] / base[name] for name in base}
+                now, before = (chosen(), choices) if hasattr(choice, constant) else (rates(), base)
+            ratios = {name: now[name] / before[name] for name in before}
             mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
             worst = min(ratios, key=ratios.__getitem__)
             rows.append(

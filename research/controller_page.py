@@ -1,18 +1,27 @@
-"""Draw the two figures of docs/controller.md: the measured curves, and the choice that follows from them by load.
+"""Write the table of docs/controller.md and its figures: the measured curves, and the choice that follows by load.
 
-python research/controller_page.py
+python research/controller_page.py            # write
+python research/controller_page.py --check    # write nothing; exit 1 and name every file that would change
+
+The table has every tuned constant with the comment beside it in the code, and the effect of other values from the
+newest benchmarks/ablation-controller-*.json.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from ablate_controller import BY_NAME, PASSES, Simulated
+from ablate_controller import BY_NAME, PASSES, YIELD, Simulated
+from anabranch.control import choice, controller, costs
 from anabranch.control.controller import Controller, DraftStats
 from anabranch.control.costs import Costs, PassCosts, StepCosts
+from benchmark_tables import table
+from generated import PICTURES, ROOT, between, results, write_or_check
 
-PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+PAGE, SCRIPT = "docs/controller.md", "research/controller_page.py"
+LIMITS = ("SECONDS", "CONTEXT", "LARGEST")  # not tuned
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#666666")
 # streams of the default model on Spec-Bench by rank; the costs are those of a 7B shape on the same two cores
 ACCEPTANCE = (0.64, 0.37, 0.27, 0.21, 0.18, 0.15, 0.14, 0.12, 0.11, 0.1, 0.09, 0.08, 0.07, 0.06, 0.05)
@@ -55,15 +64,29 @@ class Panel:
         self.parts.append(f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="5" fill="{colour}"/>')
 
 
-def image(name: str, width: int, label: str, panels: Sequence[Panel]) -> None:
+def image(width: int, label: str, panels: Sequence[Panel]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 300" role="img" aria-label="{label}" '
     body = "\n".join(part for panel in panels for part in panel.parts)
     text = f'{head}font-family="Helvetica, Arial, sans-serif" fill="#333">\n<rect width="{width}" height="300" '
-    (PICTURES / name).write_text(f'{text}fill="white"/>\n{body}\n</svg>\n', encoding="utf-8")
+    return f'{text}fill="white"/>\n{body}\n</svg>\n'
 
 
-def main() -> None:
-    """Write both images."""
+def constants() -> list[str]:
+    """The lines of the table."""
+    stem, result = max(results("ablation-controller-*.json").items())
+    effects: dict[str, list[str]] = {}
+    for row in result["ablation"]:
+        effects.setdefault(row["constant"], []).append(f"{row['value']} {row['rate']:.3f} ({row['worst']:.2f})")
+    rows = [("correction by yields", "see above", ", ".join(effects[YIELD]))]
+    for module in (controller, costs, choice):
+        for name, comment in re.findall(r"^([A-Z]+) = .+?  # (.+)$", inspect.getsource(module), re.MULTILINE):
+            if name not in LIMITS:
+                rows.append((f"`{name}`", comment, ", ".join(effects.get(name, ("-",)))))
+    return [f"From `benchmarks/{stem}.json`:", "", *table(("constant", "sets", "other values"), rows, left=3)]
+
+
+def figures() -> dict[str, str]:
+    """Both images by their paths from the root."""
     made = Controller(Costs(PassCosts(StepCosts.parse(PASSES["7B"]))), ragged=True)
     made.costs.saw_pass(made.costs.pass_ms(1, 1, 0.0), 1, 1, 0.0)
     nodes = range(1, 17)
@@ -76,7 +99,7 @@ def main() -> None:
     right.line([(n, made.costs.pass_ms(n, 1, 0.0)) for n in range(1, 65)], COLOURS[0], "pass")
     drafted = [(n, made.costs.pass_ms(n, 1, 0.0) + DRAFT.draft_ms(n, 1)) for n in range(2, 17)]
     right.line(drafted, COLOURS[1], "with a draft, 1 row", above=True)
-    image("controller-curves.svg", 790, "Acceptance by nodes, and cost by nodes", [left, right])
+    curves = image(790, "Acceptance by nodes, and cost by nodes", [left, right])
 
     panel = Panel(50, "Speedup over plain decoding, by load", (0, 16), (0, 3), "nodes of each row's draft|times")
     drafter = Simulated(BY_NAME["eagle"])  # it has no free parts, so a draft and none are the modes
@@ -97,8 +120,15 @@ def main() -> None:
         panel.parts.append(
             f'<rect x="362" y="{50 + 20 * COLOURS.index(colour)}" width="12" height="12" fill="{colour}"/>'
         )
-    image("controller-load.svg", 520, "Speedup by nodes and number of rows, with the chosen number of nodes", [panel])
+    load = image(520, "Speedup by nodes and number of rows, with the chosen number of nodes", [panel])
+    return {f"{PICTURES}/controller-curves.svg": curves, f"{PICTURES}/controller-load.svg": load}
+
+
+def outputs() -> dict[str, str]:
+    """The text of every file that this script writes, by its path from the root."""
+    marks = f"<!-- constants: {SCRIPT} -->", "<!-- end of constants -->"
+    return figures() | {PAGE: between(PAGE, (ROOT / PAGE).read_text(encoding="utf-8"), marks, constants())}
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(__file__, __doc__, outputs)

@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import pkgutil
+import re
 import sys
 import tempfile
 import threading
@@ -81,7 +82,7 @@ def walk(arguments: list[str]) -> list[str]:
 def main() -> None:
     warnings.simplefilter("ignore")
     for module in pkgutil.walk_packages([str(PACKAGE)], "anabranch."):
-        if ".servers" not in module.name and not module.name.endswith(("__main__", "vllm")):
+        if not re.search(r"\.servers|\.device\.|__main__|vllm", module.name):
             importlib.import_module(module.name)
     for name, arguments in WALKS.items():
         found = walk([*arguments, *MORE.get(name, [])])

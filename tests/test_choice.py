@@ -269,7 +269,8 @@ def model(drafter: str = "auto") -> Model:
     return Model(target, adapters(decoder), drafter)
 
 
-def test_what_was_learned_is_kept_for_the_next_load(home: Path) -> None:
+def test_what_was_learned_is_kept_for_the_next_load(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.api.SECONDS", 3600.0)  # between two files, however slow the machine is
     with model() as first:
         out = first.generate("the cat sat on the mat", max_new_tokens=20)
         assert first.drafter == "auto"

@@ -21,9 +21,11 @@ from typing import Any
 
 __all__ = ["Choice", "DraftYield"]
 
-SAMPLE = 64.0  # tokens of a row
-OPTIMISM = 0.2  # a drafter 15 % slower than the best gets one token in 25, one half as fast hardly any
-FADING = 256.0  # samples after which what was seen counts a third
+SAMPLE = 64.0  # tokens of a row that count as one sample; a new row keeps to the drafter in use for four
+OPTIMISM = (
+    0.2  # weight of uncertainty: a drafter 15 % slower than the best gets one token in 25, half as fast hardly any
+)
+FADING = 256.0  # samples after which an observation counts a third
 
 
 @dataclass

@@ -15,7 +15,6 @@ The choice changes the speed and never the text: *matching* is exact for every t
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,15 +34,15 @@ from anabranch.tree import DraftTree
 __all__ = ["Controller", "DraftStats", "Plan", "best_count"]
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
-PRIOR = (0.3,) * (BUDGETS[-1] - 1)  # acceptance by rank before any draft was seen; any shape is as good
-MEMORY = 1000.0  # tokens after which a comparison of yields with plans counts a third
+PRIOR = 0.3  # acceptance of every node before the first draft; counts as four drafts
+SLOW = RATE / 5  # weight of the newest step in averages over many sequences
 PERIOD = 4  # steps for which a plan is kept while the batch stays the same
 NEAR = 0.85  # times the best rate that a mode has to be expected to reach to be tried again
 EXPLORE = 64  # steps until an unused mode is tried; twice as many after each time that it was not the best
 
 
 def best_count(probs: Sequence[float] | NDArray[np.float64], ms: Sequence[float] | NDArray[np.float64]) -> int:
-    """How many nodes of one tree to verify, root included, for the most expected tokens per millisecond.
+    """Number of nodes of one tree to verify, root included, for the most expected tokens per millisecond.
 
     probs  acceptance probabilities of the draft nodes, descending
     ms     milliseconds of a step that verifies 1, 2, ... nodes, at least one more entry than ``probs``
@@ -56,7 +55,7 @@ def best_count(probs: Sequence[float] | NDArray[np.float64], ms: Sequence[float]
 
 
 class Plan(NamedTuple):
-    """How a drafter drafts in the next step.
+    """Plan of a drafter for the next step.
 
     nodes       of a row's draft, root included; 0: nothing is drafted, 1: only the drafter's free parts draft
     lead        whether the draft is prepared behind a lead (``Observation.lead``)
@@ -102,8 +101,8 @@ class DraftStats:
     node_ms: float = 0.0
     drafts: int = 0
     steps: int = 0
-    tokens: float = MEMORY / 4
-    predicted: float = MEMORY / 4
+    tokens: float = 1 / SLOW
+    predicted: float = 1 / SLOW
 
     def draft_ms(self, nodes: int, rows: int) -> float:
         """Milliseconds beside the pass of a step of some rows with drafts of ``nodes`` nodes each."""
@@ -118,15 +117,13 @@ class DraftStats:
                 means[rank] += prob / len(probs)
 
         def moved(before: tuple[float, ...], rate: float) -> tuple[float, ...]:
-            kept = (1 - rate) ** len(probs)
+            kept = (1 - max(rate, 1 / (4 + self.drafts))) ** len(probs)
             now = [kept * old + (1 - kept) * new for old, new in zip(before, means, strict=False)]
             # nodes beyond the draft are taken to have become more or less likely with the others
             ratio = sum(now) / max(1e-9, sum(before[:size]))
             return (*now, *[min(now[-1], ratio * old) for old in before[size:]])
 
-        # the first drafts count more: the prior is worth four of them, and for other sequences sixteen
-        acceptance = moved(self.acceptance, max(RATE, 1 / (4 + self.drafts)))
-        usual = moved(self.usual, max(RATE / 5, 1 / (16 + self.drafts)))
+        acceptance, usual = moved(self.acceptance, RATE), moved(self.usual, SLOW)
         return replace(self, acceptance=acceptance, usual=usual, drafts=self.drafts + 1)
 
     def with_step(self, tokens: int, predicted: float, nodes: int, rows: int, ms: float) -> DraftStats:
@@ -141,14 +138,13 @@ class DraftStats:
         else:
             change = max(RATE, 1 / steps) * (min(ms, CLIP * known) - known) / (1 + x * x)
             fixed, per_node = self.fixed_ms + change, self.node_ms + change * x / 16
-        left = math.exp(-tokens / MEMORY)
         return replace(
             self,
             fixed_ms=max(0.0, fixed),
             node_ms=max(0.0, per_node),
             steps=steps,
-            tokens=left * self.tokens + tokens,
-            predicted=left * self.predicted + predicted,
+            tokens=(1 - SLOW) * self.tokens + tokens,
+            predicted=(1 - SLOW) * self.predicted + predicted,
         )
 
     def with_new_row(self, rows: int) -> DraftStats:
@@ -196,20 +192,20 @@ class Controller:
                 known = self._stats[drafter.name, mode, nearest]
                 known = replace(known, drafts=0, steps=0)
             else:
-                acceptance = PRIOR[: max(1, drafter.max_nodes - 1)]
+                acceptance = (PRIOR,) * max(1, min(drafter.max_nodes, BUDGETS[-1]) - 1)
                 length = 0.0 if self.choice is None else self.choice.lengths.get(drafter.spec, 0.0)
                 if length and mode > 1:
-                    share = (length - 1) / sum(PRIOR[:15])  # cards predict the length of drafts of 16 nodes
-                    acceptance = tuple(share * prob for prob in acceptance)
+                    acceptance = ((length - 1) / 15,) * len(acceptance)  # cards predict drafts of 16 nodes
                 draft_ms = self.costs.draft_ms(drafter.name) if mode > 1 else 0.0
                 known = DraftStats(acceptance, acceptance, fixed_ms=draft_ms)
             self._stats[key] = known
         return known
 
     def joined(self, drafter: Drafter, rows: int) -> None:
-        """A sequence joined the ``rows`` of a drafter; one that is alone tries other modes anew."""
+        """A sequence joined the ``rows`` of a drafter; for one that is alone, planning starts anew."""
         if rows == 1 and (schedule := self._schedules.get((drafter.name, 1))) is not None:
             schedule.wait.clear()
+            schedule.batch = ()
         for mode in (1, 2, 3):
             key = drafter.name, mode, rows.bit_length()
             if key in self._stats:
@@ -217,7 +213,7 @@ class Controller:
 
     # -- how the next step drafts ------------------------------------------------------------------------
     def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, Plan]:
-        """How each drafter drafts for the next step; ``groups`` has the number of rows of each.
+        """Plan the next step of each drafter; ``groups`` has the number of rows of each.
 
         Steps are plain until a pass was timed: typical costs have no unit.
 
@@ -237,7 +233,7 @@ class Controller:
         return plans
 
     def _planned(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> Plan:
-        """The plan in use, or a new one every ``PERIOD`` steps, for another batch, and where the plan fails."""
+        """The plan in use, or a new one every ``PERIOD`` steps and for another batch."""
         schedule = self._schedules.setdefault((drafter.name, rows.bit_length()), _Schedule())
         schedule.age += 1
         schedule.step += 1
@@ -245,24 +241,19 @@ class Controller:
         if kept and self.stats(drafter, schedule.plan.mode, rows).steps >= PERIOD:
             return schedule.plan
         plans = self._modes(drafter, count, rows, others, context)
+        if kept:  # a mode that was hardly used yet: the best size so far
+            schedule.plan = next(plan for plan in plans if plan.mode == schedule.plan.mode)
+            return schedule.plan
         best = max(plans, key=lambda plan: plan.rate)
-        now = next((plan for plan in plans if plan.mode == schedule.plan.mode), best)
-        if kept and 2 * now.rate > best.rate:  # a mode that was hardly tried yet
-            schedule.plan = now
-            return now
         schedule.wait[best.mode] = EXPLORE
         waited = {plan: schedule.step - schedule.used.setdefault(plan.mode, 0) for plan in plans}
         due = [plan for plan in plans if waited[plan] >= schedule.wait.setdefault(plan.mode, EXPLORE)]
-        if tried := [plan for plan in due if plan is not best and self._worth_trying(drafter, plan, best, rows)]:
+        if tried := [plan for plan in due if plan is not best and plan.rate > NEAR * best.rate]:
             best = tried[0]
             schedule.wait[best.mode] *= 2
         schedule.used[best.mode] = schedule.step
         schedule.plan, schedule.batch, schedule.age = best, (count, rows, others), 0
         return best
-
-    def _worth_trying(self, drafter: Drafter, plan: Plan, best: Plan, rows: int) -> bool:
-        """Return whether another mode may turn out faster: it is expected near, or its only step was interrupted."""
-        return plan.rate > NEAR * best.rate or self.stats(drafter, plan.mode, rows).steps == 1
 
     def _modes(self, drafter: Drafter, count: int, rows: int, others: int, context: float) -> list[Plan]:
         """The best plan of each mode, for ``count`` of the ``rows``, beside ``others`` nodes."""
@@ -334,7 +325,7 @@ class Controller:
         plans: Mapping[Drafter, Plan],
         probs: Mapping[int, Sequence[float]],
     ) -> dict[int, int]:
-        """How many nodes of each tree in ``probs`` to verify: of all rows together, those of the highest rate."""
+        """Numbers of nodes to verify of the trees in ``probs``: the most probable of all rows, for the highest rate."""
         count, context = len(rows), sum(len(row.tokens) for row in rows) / len(rows)
         beside = sum(
             self.stats(drafter, plan.mode, count).draft_ms(plan.nodes, drafters.count(drafter))

@@ -30,8 +30,11 @@ WIDTHS = (3, 6, 8, 9, 12, 16, 17, 24)  # nodes of timed passes: int4 and int8 pr
 SECONDS = 0.5  # in which rounds of timed passes begin, at most ten
 CONTEXT = 1024  # tokens in the cache at which passes are timed too
 BUSY = 1.3  # ratio of neighbouring equal passes (quartiles) on a busy machine; 1.1 to 3.2 beside two busy loops
-# costs where they cannot be measured, in passes over one row: of native kernels, of PyTorch in float32, and on a GPU
-TYPICAL = {"native": "1:1/8:1.2/12:1.5/24:2.6", "float32": "1:1/4:2/8:3.3/16:5.5", "cuda": "1:1/129:2"}
+TYPICAL = {  # passes by nodes where they cannot be timed, in passes over one row; float32 is PyTorch's
+    "native": "1:1/8:1.2/12:1.5/24:2.6",
+    "float32": "1:1/4:2/8:3.3/16:5.5",
+    "cuda": "1:1/129:2",
+}
 RATE = 0.02  # weight of the newest step in a moving average; of a pass, half of it at all other widths
 CLIP = 1.5  # times the expected milliseconds that a timing counts for at most: one that was interrupted says little
 LARGEST = 512  # nodes of the curve; beyond, costs grow in proportion
