@@ -25,7 +25,7 @@ format:  ## rewrite files as ruff wants them
 	$(PYTHON) -m ruff format .
 
 pages:  ## generated pages, and the figures of README
-	for name in benchmarks comparison applications reproduction readme settings; do $(PYTHON) research/$${name}_page.py; done
+	for name in benchmarks comparison applications reproduction readme settings controller; do $(PYTHON) research/$${name}_page.py; done
 
 notebook:  ## run examples/tour.ipynb and keep its outputs
 	$(PYTHON) research/notebook.py examples/tour.ipynb

@@ -166,7 +166,7 @@ def test_every_picture_is_shown_somewhere() -> None:
     assert [name for name in pictures if f"pictures/{name})" not in pages] == []
 
 
-GENERATORS = ("benchmarks_page.py", "readme_page.py", "settings_page.py")
+GENERATORS = ("benchmarks_page.py", "controller_page.py", "readme_page.py", "settings_page.py")
 
 
 def check_numbers(*scripts: Path) -> tuple[int, str]:
