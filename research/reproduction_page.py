@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from benchmark_tables import machine_line, table
 from generated import PICTURES, ROOT, Result, newest, write_or_check
-from paper_items import ITEMS
+from paper_items import ITEMS, Item
 from studies import STUDIES
 from studies.base import Study
 from studies.draw import draw
@@ -39,13 +39,21 @@ their charts and result files.
 STUDIES_TITLE = ("## Studies", "")
 
 
-def index() -> list[str]:
+def index(results: Mapping[str, Found | None]) -> list[str]:
     """A row per table and figure of the papers."""
-    return table(("verdict", "paper", "item", "what it shows", "why, and where"), _rows(), left=5)
+    rows = [(f"*{item.verdict}*", *item[:3], item.why) for item in judged(results)]
+    return table(("verdict", "paper", "item", "what it shows", "why, and where"), rows, left=5)
 
 
-def _rows() -> list[tuple[str, ...]]:
-    return [(f"*{item.verdict}*", item.paper, item.number, item.shows, item.why) for item in ITEMS]
+def judged(results: Mapping[str, Found | None]) -> list[Item]:
+    """The items, of which those that rest on a study without a result are inconclusive."""
+    missing = [f"(#{anchor(study)})" for study in STUDIES if results[study.name] is None]
+    return [
+        item._replace(verdict="inconclusive", why=f"{MISSING}: {item.why}")
+        if any(link in item.why for link in missing)
+        else item
+        for item in ITEMS
+    ]
 
 
 def summary(results: Mapping[str, Found | None]) -> list[str]:
@@ -82,7 +90,7 @@ def section(study: Study, found: Found | None) -> list[str]:
 def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     results = {study.name: newest(study.pattern) for study in STUDIES}
-    lines = [*INTRODUCTION, "", *index(), *STUDIES_TITLE, *summary(results)]
+    lines = [*INTRODUCTION, "", *index(results), *STUDIES_TITLE, *summary(results)]
     files: dict[str, str] = {}
     for study in STUDIES:
         found = results[study.name]

@@ -368,3 +368,12 @@ def test_every_table_and_figure_has_a_row(paper: str) -> None:
             span = range(first, last[0] + 1) if " to " in numbers else (first, *last)
             found |= {(kind.rstrip("s"), number) for number in span}
     assert found == {(kind, n) for kind, most in NUMBERED[paper] for n in range(1, most + 1)}
+
+
+def test_what_rests_on_a_study_without_a_result_is_inconclusive() -> None:
+    page, items = importlib.import_module("reproduction_page"), importlib.import_module("paper_items")
+    studies = importlib.import_module("studies").STUDIES
+    assert page.judged({study.name: ("stem", {}) for study in studies}) == list(items.ITEMS)
+    for item, was in zip(page.judged({study.name: None for study in studies}), items.ITEMS, strict=True):
+        linked = any(f"(#{page.anchor(study)})" in was.why for study in studies)
+        assert item == (was._replace(verdict="inconclusive", why=f"not run yet: {was.why}") if linked else was)
