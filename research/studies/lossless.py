@@ -135,7 +135,7 @@ def _train(
 
 def _measure(setup: Setup) -> dict[str, Any]:
     examples = setup.answers()
-    target = setup.target(pack=False).decoder.requires_grad_(False)
+    target = setup.target(pack=False, dtype="float32").decoder.requires_grad_(False)
     if len(examples) < 2:
         raise InputError(f"the study needs completions to train on and others to measure; give more than {setup.limit}")
     training, held_out = split(examples, max(1, int(HELD_OUT * len(examples))), 0)
