@@ -32,7 +32,7 @@ from anabranch.model.experts import Experts
 from anabranch.model.experts_backend import backend_of
 from anabranch.model.families import module_rows, weight_source
 from anabranch.model.kernel_use import products_for, warn_about_kernels, why_not_native
-from anabranch.model.matrix import Matrix, formats_of
+from anabranch.model.matrix import Matrix, forget_made, formats_of
 from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
 from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
 from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
@@ -186,7 +186,10 @@ def fill_as_stored(
     parameters = [name for name, _ in sorted(decoder.named_parameters())]
     packed = _found(kernels, weights, files) if keep else None
     if packed is None:
-        packed = _pack(decoder, kernels, weights, parameters, files, keep=keep, progress=progress)
+        try:
+            packed = _pack(decoder, kernels, weights, parameters, files, keep=keep, progress=progress)
+        finally:
+            forget_made()
     _replace(decoder, kernels, weights, packed)
     warn_about_kernels(decoder, stacklevel=2)
     return decoder, packed.fingerprint
@@ -231,6 +234,7 @@ def describe_stored(
             identity.add_sample(name, parameter.shape, weights[name].sample())
         else:
             identity.add(name, assemble(decoder.config, tensors, name, parameter.shape))
+    forget_made()
     return StoredModel(decoder.config, count, read, resident, identity.fingerprint, why)
 
 

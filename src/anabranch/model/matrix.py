@@ -9,6 +9,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-__all__ = ["FileMatrix", "MadeMatrix", "Matrix", "formats_of", "random_blocks"]
+__all__ = ["FileMatrix", "MadeMatrix", "Matrix", "forget_made", "formats_of", "random_blocks"]
 
 # Where the halves of a block's scales and minima are, in bytes.
 _HALVES = {
@@ -106,10 +107,10 @@ class FileMatrix:
 
 @dataclass(frozen=True, eq=False)
 class MadeMatrix:
-    """A weight [N, D] of another format, whose rows in one of ggml's types are made at each use.
+    """A weight [N, D] of another format, whose rows in one of ggml's types are made where they are used.
 
     shape  N and D
-    make   the rows: uint8 [N, bytes of a row]
+    make   the rows: uint8 [N, bytes of a row]; those of the last weights are kept until ``forget_made``
     """
 
     kind: GGMLQuantizationType
@@ -130,18 +131,25 @@ class MadeMatrix:
 
     def pieces(self, order: NDArray[np.int64] | None = None, multiple: int = 1) -> Iterator[NDArray[np.uint8]]:
         """As of a ``FileMatrix``."""
-        return self._made().pieces(order, multiple)
+        return _made(self).pieces(order, multiple)
 
     def finite(self) -> bool:
         """As of a ``FileMatrix``."""
-        return self._made().finite()
+        return _made(self).finite()
 
     def values(self, flat: NDArray[np.int64]) -> NDArray[np.float32]:
         """As of a ``FileMatrix``."""
-        return self._made().values(flat)
+        return _made(self).values(flat)
 
-    def _made(self) -> FileMatrix:
-        return FileMatrix(self.kind, self.make(), self.width)
+
+@lru_cache(maxsize=3)  # the parts of a weight that the decoder fuses are sampled, then packed
+def _made(matrix: MadeMatrix) -> FileMatrix:
+    return FileMatrix(matrix.kind, matrix.make(), matrix.width)
+
+
+def forget_made() -> None:
+    """Free the rows of made matrices."""
+    _made.cache_clear()
 
 
 Matrix: TypeAlias = FileMatrix | MadeMatrix
