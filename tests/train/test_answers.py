@@ -6,6 +6,9 @@ import codecs
 import gzip
 import itertools
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,11 @@ from anabranch.learning.examples import Example
 from anabranch.sampling import SamplingParams
 from anabranch.support.appended import settings_path
 from anabranch.support.jsonfiles import has_rows
-from anabranch.train.answers import AnswerProgress, EncodedPrompt, check_out, read_prompts, write_answers
+from anabranch.train.answers import AnswerProgress, EncodedPrompt, Shard, check_out, read_prompts, write_answers
 from anabranch.train.data import batches, digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.documents import read_documents
 from small import VOCABULARY, Words, as_target, decode, prompt, small
+from toy_text import ToyFolders
 
 TARGET = as_target(small())
 PROMPTS = [EncodedPrompt(n, "toy", tuple(prompt(1 + n % 9, n))) for n in range(23)]
@@ -445,3 +449,71 @@ def test_splitting_batching_and_counting() -> None:
     assert common.tolist() == [5, 7, 8, 11]
     assert frequent_tokens([], 3, 12).tolist() == [0, 1, 2]
     assert replace(many[0], source="x").source == "x"
+
+
+def test_shards_are_the_answers_of_one_process(tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    write(tmp_path / "whole.jsonl", sampling=sampling)
+    found: dict[Any, dict[str, Any]] = {}
+    for number in (1, 2, 3):
+        shard = Shard(number, 3)
+        write(shard.file(tmp_path / "a.jsonl"), shard.select(PROMPTS), sampling=sampling)
+        found |= records(tmp_path / f"a.{number}-of-3.jsonl")
+    assert found == records(tmp_path / "whole.jsonl")
+    lines = [json.dumps(record) for record in list(found.values())[1:]]
+    (tmp_path / "joined.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert write(tmp_path / "joined.jsonl", sampling=sampling).tokens == len(found[0]["answer_ids"])
+    assert records(tmp_path / "joined.jsonl") == found
+
+
+@pytest.mark.thorough
+def test_a_shard_whose_worker_is_killed_loses_nothing(toys: ToyFolders, tmp_path: Path) -> None:
+    given = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"the {number} thing"} for number in range(48)]
+    given.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    common = ("--model", toys.model, "--prompts", given, "--temperature", 1, "--seed", 3, "--rows", 2)
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+
+    def start(*words: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "anabranch", "train", "answers", *map(str, (*common, *words))]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def ended(process: subprocess.Popen[str]) -> str:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        return said
+
+    first, killed = (start("--out", parts, "--shard", shard) for shard in ("1/2", "2/2"))
+    one, second = start("--out", whole), tmp_path / "answers.2-of-2.jsonl"
+    while not (second.is_file() and second.stat().st_size) and killed.poll() is None:
+        time.sleep(0.002)
+    killed.kill()
+    killed.communicate()
+    again = [start("--out", parts, "--shard", "2/2") for _ in range(2)]
+    outcomes = sorted((process.wait(120), process.communicate()[0]) for process in again)
+    assert outcomes[0][0] == 0
+    assert outcomes[1][0] == 0 or "another process writes to" in outcomes[1][1]
+    assert "cat " in ended(first)
+    ended(one)
+    found = [records(tmp_path / f"answers.{number}-of-2.jsonl") for number in (1, 2)]
+    assert {**found[0], **found[1]} == records(whole)
+    assert len(found[0]) + len(found[1]) == len(rows)
+
+
+@pytest.mark.parametrize("shard", ["", "0/2", "3/2", "1", "a/b", "-1/2", "1/0"])
+def test_shards_that_do_not_exist(shard: str) -> None:
+    with pytest.raises(InputError, match="--shard must be K/N"):
+        Shard.parse(shard)
+    with pytest.raises(InputError, match="too few for 99 shards"):
+        Shard(1, 99).select(PROMPTS)
+
+
+def test_two_at_once_do_not_write_to_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+
+    def second(_: AnswerProgress) -> None:
+        with pytest.raises(FileError, match="another process writes to"):
+            write(out)
+
+    write(out, PROMPTS[:2], report=second)
+    assert len(records(out)) == 2

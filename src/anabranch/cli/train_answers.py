@@ -43,6 +43,10 @@ class AnswersConfig:
     max_new_tokens: options.NewTokens = 256
     longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024
     limit: Annotated[int | None, typer.Option(help="read only the first prompts, this many")] = None
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="complete only the K-th of N parts of the prompts, in a file of its own"),
+    ] = None
     sampling: Keywords = field(default_factory=options.sampling)
     as_json: options.AsJson = False
 
@@ -52,14 +56,18 @@ def answers(config: AnswersConfig) -> None:
     """Let the model complete prompts, as training data for adapters.
 
     Each completion is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command resumes.
+    With --shard, several processes or machines share the prompts.
     """
     from anabranch.cli.screen import resumable, screen
     from anabranch.train import read_prompts, write_answers
+    from anabranch.train.answers import Shard
     from anabranch.train.job import trainable
     from anabranch.train.self_prompts import in_words, write_prompts
 
     sampling = options.params(config.sampling)
-    source = _check(config)
+    shard = None if config.shard is None else Shard.parse(config.shard)
+    out = config.out if shard is None else shard.file(config.out)
+    source = _check(config, out)
     task = config.of_task.read()
     written = None
     with screen() as shown, resumable():
@@ -78,15 +86,16 @@ def answers(config: AnswersConfig) -> None:
         else:
             assert source is not None
             prompts = read_prompts(source, target.tokenizer, limit=config.self_prompted or config.limit)
+        prompts = prompts if shard is None else shard.select(prompts)
         done = write_answers(
             target,
             prompts,
-            config.out,
+            out,
             rows=config.rows,
             max_new_tokens=config.max_new_tokens,
             longest_prompt=config.longest_prompt,
             sampling=sampling,
-            report=show_answers(shown, config.out.name),
+            report=show_answers(shown, out.name),
         )
     left_out = len(prompts) - done.wanted
     if config.as_json:
@@ -95,13 +104,16 @@ def answers(config: AnswersConfig) -> None:
             result |= {"prompts": {"kept": written.kept, "sampled": written.sampled, "dropped": dict(written.dropped)}}
         print(json.dumps({**result, "tokens_per_second": done.tokens_per_second}))
         return
-    print(f"{done.answers:,} answers in {config.out}, {done.tokens:,} tokens by this run")
+    print(f"{done.answers:,} answers in {out}, {done.tokens:,} tokens by this run")
     if left_out:
         print(f"left out: {left_out:,} prompts longer than {config.longest_prompt:,} tokens")
+    if shard is not None:
+        parts = shard.file(config.out).with_stem(f"{config.out.stem}.*-of-{shard.of}")
+        print(f"Next, when all {shard.of} shards are done: cat {parts} > {config.out}")
     print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
 
 
-def _check(config: AnswersConfig) -> Path | None:
+def _check(config: AnswersConfig, out: Path) -> Path | None:
     """Check options and files, before a model is loaded; returns the file of the prompts, None for those of a task.
 
     Raises InputError or FileError.
@@ -121,19 +133,23 @@ def _check(config: AnswersConfig) -> Path | None:
             raise FileError(
                 f"there is no file {config.prompts}; give a JSONL file with a field 'prompt' or 'messages' per line"
             )
-        check_out(config.out, config.prompts)
+        check_out(out, config.prompts)
         return config.prompts
     if config.of_task.task is not None:
         if config.limit is not None:
             raise InputError("--limit is for --prompts; give the number of rows to --task-rows")
-        check_out(config.out, Path(config.of_task.task))  # of a file, it has the prompts
+        check_out(out, Path(config.of_task.task))  # of a file, it has the prompts
         return None
+    if config.shard is not None:
+        raise InputError(
+            "--shard is for prompts that are there; write them first with --self-prompted, without --shard"
+        )
     options.check_at_least(1, self_prompted=config.self_prompted, rows=config.rows)
     if config.limit is not None:
         raise InputError("--limit is for --prompts; give the number of prompts to --self-prompted")
     source = config.out.with_name(f"{config.out.stem}.prompts.jsonl")
     check_prompts(source)
-    check_out(config.out, source)
+    check_out(out, source)
     return source
 
 

@@ -15,10 +15,13 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler, Ticket
@@ -35,6 +38,7 @@ from anabranch.train.data import lone_surrogate
 __all__ = [
     "AnswerProgress",
     "EncodedPrompt",
+    "Shard",
     "answer_settings",
     "check_out",
     "encode_chat",
@@ -66,6 +70,32 @@ class AnswerProgress:
     tokens: int
     tokens_per_second: float
     seconds_left: float
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every ``of``-th prompt: a part that one of several processes or machines completes."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read "K/N". Raises InputError."""
+        number, _, of = text.partition("/")
+        if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+            raise InputError(f"--shard must be K/N with K from 1 to N, such as 1/8, got {text!r}")
+        return cls(int(number), int(of))
+
+    def file(self, out: Path) -> Path:
+        """The file of this part: answers.jsonl has the parts answers.1-of-8.jsonl and so on."""
+        return out.with_name(f"{out.stem}.{self.number}-of-{self.of}{out.suffix}")
+
+    def select(self, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
+        """The prompts of this part. Raises InputError if there are fewer prompts than parts."""
+        if len(prompts) < self.of:
+            raise InputError(f"there are {len(prompts)} prompts, too few for {self.of} shards; give fewer shards")
+        return list(prompts[self.number - 1 :: self.of])
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -189,27 +219,59 @@ def write_answers(
         raise InputError(f"no prompt has {longest} tokens or fewer; give shorter prompts")
     settings = answer_settings(target, max_new_tokens, sampling)
     check_writable(out, "completions")
-    agree(out, settings)
-    known = _answered(out)
-    for prompt in prompts:
-        if known.get(prompt.id, prompt.ids) != prompt.ids:
-            raise FileError(
-                f"{out} contains another prompt with the id {prompt.id!r}; write to another file, or give each prompt "
-                "an id (by default, ids are line numbers)"
-            )
-    begin(out, settings, "completions")
+    with _alone(out):
+        agree(out, settings)
+        known = _answered(out)
+        for prompt in prompts:
+            if known.get(prompt.id, prompt.ids) != prompt.ids:
+                raise FileError(
+                    f"{out} contains another prompt with the id {prompt.id!r}; write to another file, or give each "
+                    "prompt an id (by default, ids are line numbers)"
+                )
+        begin(out, settings, "completions")
+        asked = Request((), max_new_tokens, sampling, frozenset(target.config.eos_token_ids))
+        return _complete(target, wanted, known, out, asked, rows=rows, report=report)
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keep other processes from the file meanwhile. Raises FileError if one writes to it, or if none can."""
+    lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise FileError(f"another process writes to {out}; wait for it, or give --out another file") from error
+    except OSError as error:
+        raise FileError(f"completions cannot be written to {out} ({error.strerror}); choose another --out") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _complete(
+    target: Target,
+    wanted: Sequence[EncodedPrompt],
+    known: Mapping[int | str, Any],
+    out: Path,
+    asked: Request,
+    *,
+    rows: int,
+    report: Callable[[AnswerProgress], None] | None,
+) -> AnswerProgress:
+    """Decode the prompts that are not known, and append each completion; ``asked`` is a request but for its prompt."""
     work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
     clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
     if report is not None:
         report(clock.progress())
     scheduler, drafter = Scheduler(target.decoder, rows=rows), NoDrafter()
-    stop = frozenset(target.config.eos_token_ids)
     growing: dict[Ticket, tuple[EncodedPrompt, list[int]]] = {}
     while work or growing:
         while work and len(growing) < 2 * rows:
             prompt = work.popleft()
-            own = replace(sampling, seed=seed_of(sampling.seed, prompt.id))
-            ticket = scheduler.submit(Request(prompt.ids, max_new_tokens, own, stop), drafter)
+            own = replace(asked.sampling, seed=seed_of(asked.sampling.seed, prompt.id))
+            ticket = scheduler.submit(replace(asked, prompt_ids=prompt.ids, sampling=own), drafter)
             growing[ticket] = (prompt, [])
         for ticket, step in scheduler.tick():
             prompt, answer = growing[ticket]
