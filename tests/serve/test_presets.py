@@ -45,6 +45,7 @@ def test_curl(server: Server, keyed: Server) -> None:
         assert done.stdout.rstrip().endswith("data: [DONE]"), done
 
 
+@pytest.mark.thorough
 def test_llm(server: Server, keyed: Server, tmp_path: Path) -> None:
     pytest.importorskip("llm")
     llm = [sys.executable, "-m", "llm"]
