@@ -14,9 +14,19 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from pydantic import ValidationError
 from served import SETTINGS, Server, running
 from test_access import until
 
+from anabranch.decoding.batch import Member
+from anabranch.decoding.engine import Engine, Step
+from anabranch.serve.chat import ChatBody
+from anabranch.serve.completions import CompletionBody
+from anabranch.serve.fields import Body
+from anabranch.serve.info import DetokenizeBody
+from anabranch.serve.messages import MessagesBody
+from anabranch.serve.responses import ResponsesBody
 from small import drawn_lora
 from toy_text import ToyFolders
 
@@ -119,12 +129,108 @@ def test_a_server_that_ends_under_load_answers_everyone() -> None:
             assert response.json()["choices"][0]["text"] == text
 
 
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (CompletionBody, {"prompt": [1] * 999 + ["x"] * 9_001}),
+        (CompletionBody, {"prompt": "x", "stop": [1] * 10_000}),
+        (ChatBody, {"messages": [1] * 10_000}),
+        (ChatBody, {"messages": [{}], "tools": [1] * 10_000}),
+        (MessagesBody, {"messages": [1] * 10_000, "max_tokens": 1}),
+        (ResponsesBody, {"input": [1] * 10_000}),
+        (DetokenizeBody, {"tokens": ["x"] * 10_000}),
+    ],
+)
+def test_the_first_wrong_item_of_a_list_ends_its_check(body: type[Body], fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as raised:
+        body(**fields)
+    assert raised.value.error_count() < 10
+
+
+@pytest.mark.thorough  # a million tokens of text take a while
+def test_a_prompt_of_a_million_tokens_disturbs_nobody() -> None:
+    """As text and as token ids: refused by its length, while others decode."""
+    with running(drafter="none") as server, ThreadPoolExecutor(3) as pool:
+        numbers = (3, 4)
+        others = [pool.submit(server.ask, COMPLETIONS, **asked(number)) for number in numbers]
+        for prompt in ("x " * 500_000, [65] * 1_000_000):
+            body = {"prompt": prompt, "max_tokens": 1}
+            response = httpx.post(server.url + COMPLETIONS, json=body, timeout=600)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+            assert "the prompt has 1000000 tokens" in response.text
+        for number, other in zip(numbers, others, strict=True):
+            assert other.result()["choices"][0]["text"] == expected(server, number)
+
+
+def test_clients_wait_where_memory_is_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass without memory is run again with fewer rows; a text that cannot fit is refused."""
+    step = Engine._step
+
+    def full(engine: Engine, members: list[Member]) -> list[Step]:
+        if len(members) > 1:
+            raise torch.OutOfMemoryError
+        return step(engine, members)
+
+    with running(drafter="none") as server:
+        monkeypatch.setattr(Engine, "_step", full)
+        with ThreadPoolExecutor(4) as pool:
+            texts = list(pool.map(lambda number: server.ask(COMPLETIONS, **asked(number)), range(4)))
+        monkeypatch.setattr(Engine, "_step", step)
+        assert [text["choices"][0]["text"] for text in texts] == [expected(server, number) for number in range(4)]
+        with monkeypatch.context() as patch:
+            patch.setattr("anabranch.decoding.scheduler.SMALL", 0)
+            patch.setattr("anabranch.decoding.scheduler.free_memory", lambda device: 0)
+            refused = server.post(COMPLETIONS, prompt="the", max_tokens=60)
+        assert (refused.status_code, "needs a cache of" in refused.text) == (400, True)
+        assert server.post(COMPLETIONS, prompt="the", max_tokens=60).status_code == 200
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_killed_server_leaves_whole_files(toys: ToyFolders, tmp_path: Path) -> None:
+    """SIGKILL under load, with a full disk for the log: the next server finds the texts and answers the same."""
+    options = ["--adapter", toys.adapter, "--dtype", "float32", "--device", "cpu", "--port", "0"]
+    options += ["--prefix-disk", "16", "--prefix-folder", tmp_path]
+    command = [sys.executable, "-m", "anabranch", "serve", "--model", toys.model, *options]
+    body = {"prompt": "the river of the thing and another of the", "max_tokens": 8, "temperature": 0}
+    found = []
+    for _ in range(3):
+        with (
+            open("/dev/full", "w") as full,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=full, text=True) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                url = process.stdout.readline().removeprefix("serving at ").strip()
+                found.append(httpx.post(url + COMPLETIONS, json=body, timeout=120).json())
+                with ThreadPoolExecutor(4) as pool:
+                    load = [
+                        pool.submit(
+                            httpx.post, url + COMPLETIONS, json={**body, "seed": n, "temperature": 1}, timeout=60
+                        )
+                        for n in range(12)
+                    ]
+                    until(lambda load=load: any(each.done() for each in load))
+                    process.kill()
+                    for each in load:
+                        with suppress(httpx.TransportError):  # the server is gone, and says so
+                            assert each.result().status_code == 200
+            finally:
+                process.kill()
+    assert len({each["choices"][0]["text"] for each in found}) == 1
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
+    assert cached[0] == 0
+    assert cached[1] > 0
+    assert cached[2] > 0
+
+
 @pytest.mark.thorough
 def test_a_soak_leaves_nothing_behind(toys: ToyFolders, tmp_path: Path) -> None:
     """Also the script's own smoke test: its requests are answered, and it sees memory and files."""
     script, out = ROOT / "scripts" / "soak_server.py", tmp_path / "soak.json"
     options = ["--adapter", str(toys.adapter), "--dtype", "float32", "--device", "cpu"]
-    command = [sys.executable, script, "--model", toys.model, "--seconds", "20", "--out", out, "--", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    command = [sys.executable, script, "--model", toys.model, "--seconds", "120", "--out", out, "--", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text(encoding="utf-8"))["requests"]["probe 200"] > 0

@@ -191,6 +191,8 @@ def test_unknown_fields_are_named_and_unsupported_ones_refused(server: Server) -
         (CHAT, {"messages": [{"content": "x"}]}, "a message must have a role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
         (CHAT, {"messages": TALK, "logit_bias": {"x": 1}}, "logit_bias has a key that is no token id"),
+        (CHAT, {"messages": TALK, "logit_bias": {"3": "1"}}, "logit_bias has '1', which is no finite number"),
+        (CHAT, {"messages": TALK, "logit_bias": {"3": 10**400}}, "a value that is too large"),
         (CHAT, {"messages": TALK, "logit_bias": {"70000": 1}}, "logit_bias has the token id 70000"),
         (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
         (COMPLETIONS, {"prompt": [70000]}, "70000"),

@@ -104,7 +104,7 @@ class Log:
             "steps": sum(output.stats.steps for output in outputs),
         }
         if call.unused:
-            fields["ignored"] = list(call.unused)
+            fields["ignored"] = list(call.unused[:32])
         if self.tokenizer is not None and outputs:
             fields["prompts"] = [self.tokenizer.decode(ids) for ids in call.prompts]
             fields["answers"] = [output.detokenizer.text for output in outputs]

@@ -16,7 +16,7 @@ from anabranch.declared import Keywords
 from anabranch.decoding.generation import Chunk, Generation
 from anabranch.serve.conversation import template_messages, tools_of
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import Sampling
+from anabranch.serve.fields import Items, Sampling
 from anabranch.serve.service import Call, Service
 from anabranch.serve.steps import Extension, StepWriter
 from anabranch.serve.toolcalls import Piece
@@ -34,12 +34,12 @@ PATH = "/v1/chat/completions"
 class ChatBody(Sampling):
     """A request for a chat completion."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Items[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

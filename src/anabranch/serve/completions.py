@@ -17,7 +17,7 @@ from anabranch.decoding.generation import Generation
 from anabranch.decoding.scoring import Score
 from anabranch.prompts import read_prompts
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import NEUTRAL, Sampling
+from anabranch.serve.fields import NEUTRAL, Items, Sampling
 from anabranch.serve.jobs import ScoreJob
 from anabranch.serve.service import Call, Service
 from anabranch.serve.usage import completion_log_probs, scored, speculation, usage
@@ -36,7 +36,7 @@ class CompletionBody(Sampling):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": ("",)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)

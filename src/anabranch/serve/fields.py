@@ -5,9 +5,10 @@ Types and ranges are pydantic's; values that decoding itself checks are left to 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,7 +18,11 @@ from anabranch.serve.failures import RequestError
 from anabranch.serve.structure import structure_of
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["NEUTRAL", "Body", "Sampling", "StreamOptions"]
+__all__ = ["NEUTRAL", "Body", "Items", "Sampling", "StreamOptions"]
+
+T = TypeVar("T")
+# pydantic notes every wrong item otherwise: 2 GiB and 6 seconds for a million of them
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 # fields that would change the text, with the values at which they do not; null is one for each
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -103,19 +108,19 @@ class Sampling(Body):
     min_p: float | None = None
     seed: int | None = Field(None, description="null: a random one")
     n: int | None = Field(None, ge=1, le=128)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31, description="smaller ones come first")
     prediction: dict[str, Any] | None = Field(None, description="text that the answer will resemble, for drafts")
@@ -163,10 +168,19 @@ class Sampling(Body):
         return "".join(part["text"] for part in parts) or None
 
     def _bias(self) -> dict[int, float] | None:
-        try:
-            return None if not self.logit_bias else {int(token): bias for token, bias in self.logit_bias.items()}
-        except ValueError as error:
-            raise RequestError(400, f"logit_bias has a key that is no token id: {error}", param="logit_bias") from error
+        biases: dict[int, float] = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) < math.inf:
+                raise RequestError(400, f"logit_bias has {shown(bias)}, which is no finite number", param="logit_bias")
+            try:
+                biases[int(token)] = float(bias)
+            except (ValueError, OverflowError) as error:
+                raise RequestError(
+                    400,
+                    f"logit_bias has a key that is no token id, or a value that is too large: {error}",
+                    param="logit_bias",
+                ) from error
+        return biases or None
 
 
 def _is_text(part: object) -> bool:

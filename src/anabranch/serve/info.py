@@ -13,7 +13,7 @@ from anabranch.model.kernel_use import kernels_of
 from anabranch.prompts import read_prompts
 from anabranch.serve.conversation import template_messages, tools_of
 from anabranch.serve.failures import FAILURES, RequestError
-from anabranch.serve.fields import Body
+from anabranch.serve.fields import Body, Items
 from anabranch.serve.metrics import CONTENT_TYPE
 from anabranch.serve.service import Service
 from anabranch.serve.turns import Turn, prompt_of
@@ -113,8 +113,8 @@ class TokenizeBody(Body):
 
     prompt: str | None = None
     content: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: Items[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -147,7 +147,7 @@ def _ids(service: Service, body: TokenizeBody) -> list[int]:
 class DetokenizeBody(Body):
     """Token ids to turn into text."""
 
-    tokens: list[int]
+    tokens: Items[int]
     return_token_strs: bool | None = None
 
 

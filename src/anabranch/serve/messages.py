@@ -18,7 +18,7 @@ from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import NEUTRAL, Sampling
+from anabranch.serve.fields import NEUTRAL, Items, Sampling
 from anabranch.serve.service import Call, Service
 from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, prompt_of, style
@@ -38,10 +38,10 @@ class CountBody(Sampling):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "mcp_servers": ([],), "container": ()}
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] = Field(min_length=1)
+    system: str | Items[dict[str, Any]] | None = None
+    stop_sequences: Items[str] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None

@@ -17,7 +17,7 @@ from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import Sampling
+from anabranch.serve.fields import Items, Sampling
 from anabranch.serve.service import Call, Service
 from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, style
@@ -35,10 +35,10 @@ SKIPPED = ("reasoning",)  # items of a conversation that its prompt does not hav
 class ResponsesBody(Sampling):
     """A request for a response."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
