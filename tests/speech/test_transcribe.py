@@ -114,8 +114,18 @@ def test_the_language_is_that_of_transformers(oracle: tuple[Any, Any], model: Mo
 
 
 # -- lossless --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix", "prompt_lookup:matches=3+suffix", "auto"])
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": (0.0, 0.6), "seed": 7}])
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("prompt_lookup", {"temperature": 0.0}),
+        ("auto", {"temperature": (0.0, 0.6), "seed": 7}),
+        *(
+            pytest.param(drafter, options, marks=pytest.mark.thorough)
+            for drafter in ("suffix", "prompt_lookup:matches=3+suffix")
+            for options in ({"temperature": 0.0}, {"temperature": (0.0, 0.6), "seed": 7})
+        ),
+    ],
+)
 def test_drafts_change_nothing(model: Model, sounds: Sounds, drafter: str, options: dict[str, Any]) -> None:
     plain = model.transcribe(sounds, **options)
     drafted = model.transcribe(sounds, drafter=drafter, **options)
@@ -125,7 +135,14 @@ def test_drafts_change_nothing(model: Model, sounds: Sounds, drafter: str, optio
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"parallel": True}, {"condition_on_previous_text": False, "task": "translate"}]
+    "options",
+    [
+        {"parallel": True},
+        *(
+            pytest.param(options, marks=pytest.mark.thorough)
+            for options in ({}, {"condition_on_previous_text": False, "task": "translate"})
+        ),
+    ],
 )
 def test_a_sound_does_not_depend_on_those_beside_it(model: Model, sounds: Sounds, options: dict[str, Any]) -> None:
     together = model.transcribe([*sounds, sounds[0]], rows=3, **FALLBACK, **options)
