@@ -80,7 +80,7 @@ def section(study: Study, found: Found | None) -> list[str]:
     stem, result = found
     titles, rows = study.table(result)
     lines += [f"{study.papers}. {study.measures} {machine_line(result)}", ""]
-    if study.chart is None or len(rows) <= MOST_ROWS:
+    if study.chart is None or study.whole or len(rows) <= MOST_ROWS:
         lines += table(titles, rows)
     if study.chart is not None:
         lines += [f"![{study.chart(result).title}](pictures/{stem}.svg)", ""]

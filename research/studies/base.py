@@ -153,6 +153,7 @@ class Study:
     suite     the default suite; "" if the study needs no prompts
     limit     the default number of prompts
     command   how to run it, if not by ``research/study.py``
+    whole     show a long table too, beside a chart of a part of it
     """
 
     name: str
@@ -169,6 +170,7 @@ class Study:
     limit: int = 12
     new: int = 96
     command: str = ""
+    whole: bool = False
 
     @property
     def pattern(self) -> str:

@@ -264,6 +264,7 @@ STUDY = Study(
     suite="spec_bench",
     command="python research/study.py leviathan --model TARGET --draft MODEL --table FOLDER --data DIR "
     "--out benchmarks/study-leviathan-DATE.json",
+    whole=True,
 )
 
 T5 = replace(
