@@ -67,6 +67,9 @@ def test_the_image() -> None:
     last = instructions[max(place for place, name in enumerate(names) if name == "FROM") :]
     assert last[0][1].endswith("-slim")
     assert not [said for _, said in last if re.search(r"apt-get|gcc|g\+\+|build-essential|ziglang", said)]
+    # another version would be replaced by PyPI's build with CUDA
+    (torch,) = re.findall(r'"torch[^"]+"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert [torch in said for name, said in last if name == "RUN"].count(True) == 1
     assert dict(last)["USER"] != "root"
     command = json.loads(dict(last)["ENTRYPOINT"]) + json.loads(dict(last)["CMD"])
     assert command[:2] == ["anabranch", "serve"]
