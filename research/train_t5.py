@@ -133,7 +133,7 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.names.values(), 1.0)
         self.adam.step()
         self.step += 1
-        return float(loss)
+        return float(loss.detach())
 
 
 def train(run: Run, encoded: Sequence[tuple[list[int], list[int]]], steps: int, seconds: float) -> None:

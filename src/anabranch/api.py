@@ -298,8 +298,8 @@ class Model:
 
         A prompt is a string (used as is, without a chat template) or token ids: a list, or an integer tensor or array.
         One prompt returns one result; a list of prompts, or an array [B, L], returns a list. An encoding returned by
-        the tokenizer is accepted too; its padding is removed. It is the source of an encoder-decoder model. Options, all
-        by keyword:
+        the tokenizer is accepted too; its padding is removed. For an encoder-decoder model, the prompt is the source.
+        Options, all by keyword:
 
         max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0
         stop=()           strings that end the text and are not part of it

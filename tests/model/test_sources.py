@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import save_pair
+from pairs import Pair, save_pair
 from toys import CASES as DECODERS
 from toys import save_toy, toy_hf
 
 from anabranch import load
 from anabranch.api import Model
 from anabranch.capabilities import supports
+from anabranch.certify import certify
 from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter, methods
@@ -197,6 +198,23 @@ def test_the_capabilities_name_what_does_not_draft() -> None:
             assert answer.reason.startswith(f"the drafter {method.name!r} does not draft for encoder-decoder models")
 
 
+def test_transformers_models_are_loaded_by_themselves() -> None:
+    from anabranch.integrations.transformers.target import model_of
+
+    with pytest.raises(CapabilityError, match="custom_generate is for decoder-only models; load this one with"):
+        model_of(Pair("t5").model)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_half_precision_and_rounded_weights(tmp_path: Path, quantize: str) -> None:
+    """Native products, where the sizes fit. In 16 bits, drafts may flip near-ties, which are no bugs."""
+    folder = save_pair("t5", tmp_path / "wide", d_kv=32, d_model=64, d_ff=96)
+    loaded = load(str(folder), dtype="bfloat16", quantize=quantize)
+    found = certify(loaded.target, (), "suffix", SOURCES, max_new_tokens=16, rows=2)
+    assert {each.verdict for each in found} <= {"equal", "tie"}
+    assert sum(each.verdict == "equal" for each in found) >= 3
+
+
 def test_chat_and_loras_are_refused(folders: Folders, model: Model) -> None:
     with pytest.raises(CapabilityError, match=r"chat is for decoder-only models, and .* reads a source; use another"):
         model.chat([{"role": "user", "content": "w5"}])
@@ -209,6 +227,8 @@ def test_a_draft_model_with_a_shorter_limit_is_refused(tmp_path: Path) -> None:
     small = save_pair("bart", tmp_path / "small", seed=1, max_position_embeddings=16)
     with pytest.raises(InputError, match="the draft model cannot read this source: the source has 20 tokens, but"):
         target.generate([5] * 20, drafter=f"draft_model:model={small}")
+    with pytest.raises(InputError, match="the draft model cannot read this source: the source has 20 tokens, but"):
+        target.generate([5] * 20, drafter=f"draft_model:model={small}+suffix")
     with pytest.raises(InputError, match="the source has 65 tokens, but the encoder's limit is 64; shorten it"):
         target.generate([5] * 65)
     text = target.generate([5, 6, 7], max_new_tokens=100, ignore_eos=True, drafter="none")

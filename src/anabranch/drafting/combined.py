@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from anabranch.drafting.acceptance import best_nodes, merge
 from anabranch.drafting.drafter import Drafter, Needs, Observation, Row, Traits
 from anabranch.errors import CapabilityError, InputError
+from anabranch.model.encoder import Source
 from anabranch.model.passes import PassResult
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -59,6 +60,11 @@ class CombinedDrafter(Drafter):
         super().check(sampling, rule)
         for part in self.parts:
             part.check(sampling, "match")
+
+    def check_source(self, source: Source | None) -> None:
+        """Every part must be able to read it."""
+        for part in self.parts:
+            part.check_source(source)
 
     def recalls(self, tokens: Sequence[int]) -> int:
         """As many tokens as every part recalls."""
@@ -137,6 +143,11 @@ class ChoiceDrafter(Drafter):
         """Every drafter must support the request, since any may be chosen."""
         for drafter in self.drafters:
             drafter.check(sampling, rule)
+
+    def check_source(self, source: Source | None) -> None:
+        """Every drafter must be able to read it."""
+        for drafter in self.drafters:
+            drafter.check_source(source)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Never called."""

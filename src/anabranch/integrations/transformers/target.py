@@ -196,6 +196,10 @@ def _other_frequencies(name: str, how: str) -> CapabilityError:
 def _check(model: Any) -> None:
     """Raise CapabilityError if the model computes something that its config and weights do not say."""
     check_code(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise CapabilityError(
+            "custom_generate is for decoder-only models; load this one with anabranch.load to generate from a source"
+        )
     if any(module.training for module in model.modules()):
         raise CapabilityError(
             "the model or a part of it is in training mode, in which dropout is active; call model.eval() first"
