@@ -235,7 +235,8 @@ class StandIn:
     def drafter(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification. Raises InputError or CapabilityError."""
         completed = self.spec(spec)
-        modules = [self.module(part.method) for part in completed.parts]
+        able = [part for part in completed.parts if part.method.with_source or self.target.config.encoder is None]
+        modules = [self.module(part.method) for part in able]
         return make_drafter(completed, self.target.decoder, *modules)
 
     def spec(self, spec: str | Spec) -> Spec:

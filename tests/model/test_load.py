@@ -203,8 +203,8 @@ WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "an epsilon as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
     "a flag as text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings .* true or false, got 'false'"),
     "an unknown family": (
-        {"model_type": "bart"},
-        f"'bart' is not supported; supported are {', '.join(sorted(FAMILIES))}",
+        {"model_type": "pegasus"},
+        f"'pegasus' is not supported; supported are {', '.join(sorted(FAMILIES))}",
     ),
     "a family as a list": ({"model_type": ["llama"]}, r"the family \"\['llama'\]\" is not supported"),
     "an activation as a number": ({"hidden_act": 7}, "hidden_act"),

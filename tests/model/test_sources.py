@@ -183,10 +183,9 @@ def test_the_command_line_takes_the_source(
     assert anabranch(*certify).out == "3 equal, 0 ties, 0 bugs of 3 prompts with lookahead\n"
     sampled = anabranch(*certify, "--sampling", "--temperature", 2, "--effect", 1, "--limit", 1)
     assert sampled.code == 0, sampled.out + sampled.err
-    for verb in (("tune", *loads), ("train", "streams", "--model", folders.target, "--out", tmp_path / "new")):
-        refused = anabranch(*verb, "--prompts", prompts)
-        assert refused.code == 1
-        assert "is for decoder-only models, and" in refused.err
+    refused = anabranch("tune", *loads, "--prompts", prompts)
+    assert refused.code == 1
+    assert "tuning is for decoder-only models, and" in refused.err
 
 
 def test_the_capabilities_name_what_does_not_draft() -> None:
