@@ -12,6 +12,7 @@ import torch
 from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target, locate, tokenizer_of
+from anabranch.model.native_linear import NativeLinear
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import check_quantization
 from anabranch.support.jsonfiles import read_json
@@ -30,7 +31,8 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "auto") -> Decoder
     raises, and CapabilityError where the vocabularies differ by more than padding.
     """
     check_quantization(quantize)
-    path, packed = locate(name).resolve(), target.backend.kernels is not None
+    path = locate(name).resolve()
+    packed = target.backend.kernels is not None or isinstance(target.head, NativeLinear)
     key = (str(path), quantize, str(target.dtype), str(target.device), str(packed))
     model = _loaded.get(key)
     if model is None:
