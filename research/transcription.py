@@ -5,7 +5,8 @@
 MODEL is a folder in CTranslate2's layout, which all of them can load. All transcribe the same files; rounds alternate,
 and times are medians. ``--text`` is a data set whose texts espeak-ng speaks, so that word errors have a
 reference; those of other sounds are counted against our plain decoding, of which drafts must have none. ``auto`` and
-the others at 4 rows cut files at pauses (``parallel``), and so does faster-whisper's pipeline by its own detector.
+the others at 4 rows cut files at pauses (``parallel``), and so does faster-whisper's pipeline by its own detector. ``suffix`` is measured
+without its store of earlier outputs, which would have the transcripts of the rounds before.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument("--sounds", type=Path, nargs="*", default=[])
     parser.add_argument("--text", type=Path, help="texts for espeak-ng: a .jsonl.gz file with a field text")
     parser.add_argument("--lines", type=int, default=8, help="rows of the texts (default 8)")
-    parser.add_argument("--drafters", nargs="*", default=["prompt_lookup", "suffix", "auto"])
+    parser.add_argument("--drafters", nargs="*", default=["prompt_lookup", "suffix:store=0", "auto"])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
