@@ -36,6 +36,7 @@ from anabranch.errors import AnabranchError, InputError
 from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
 from serve_load import CHAT, PATIENCE, Answer, answer_of, ask, body_of, quantiles, say, started
 
+PAUSE = 0.3  # seconds between two answers: threads of the other process may still spin
 SHORT = "Name three rivers."
 WORDS = "The river divides above the town, and its branches meet again below the mill. "  # of the long prompt
 
@@ -78,6 +79,7 @@ def overhead(args: argparse.Namespace, options: str) -> dict[str, Any]:
         rng = random.Random(0)
         for number, prompt in enumerate([prompts[0], *prompts]):
             for way in rng.sample(list(ways), len(ways)):
+                time.sleep(PAUSE)
                 answer = ways[way](prompt.text)
                 if answer.failed:
                     raise InputError(f"{way} did not answer {prompt.text[:60]!r}: {answer.failed}")
