@@ -3,10 +3,10 @@
     python research/transcription.py MODEL --sounds FILE.wav ... --text FILE.jsonl.gz --out benchmarks/NAME.json
 
 MODEL is a folder in CTranslate2's layout, which all of them can load. All transcribe the same files; rounds alternate,
-and times are medians. ``--text`` is a data set whose texts espeak-ng speaks, so that word errors have a
-reference; those of other sounds are counted against our plain decoding, of which drafts must have none. ``auto`` and
-the others at 4 rows cut files at pauses (``parallel``), and so does faster-whisper's pipeline by its own detector. ``suffix`` is measured
-without its store of earlier outputs, which would have the transcripts of the rounds before.
+and times are medians. ``--text`` is a data set whose texts espeak-ng speaks, so that word errors have a reference;
+those of other sounds are counted against our plain decoding, of which drafts must have none. At 4 rows, files are cut
+at pauses (``parallel``), and by faster-whisper's pipeline by its own detector. ``suffix`` is measured without its
+store of earlier outputs, which would have the transcripts of the rounds before.
 """
 
 from __future__ import annotations
