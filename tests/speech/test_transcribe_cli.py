@@ -70,7 +70,11 @@ def test_each_file_has_its_transcripts(anabranch: Anabranch, folder: Path, files
     assert "one.srt exists already" in again.err
     assert anabranch(*arguments, "--force").code == 0
     old, new = json.loads(first), json.loads((out / "one.json").read_text())
-    assert old["segments"] == new["segments"]
+    said = [
+        [{name: each[name] for name in ("start", "end", "text", "tokens")} for each in of["segments"]]
+        for of in (old, new)
+    ]
+    assert said[0] == said[1]  # log probabilities may differ in rounding
 
 
 @pytest.mark.parametrize(
