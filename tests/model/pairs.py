@@ -60,9 +60,13 @@ class Pair:
         self.words = config.vocab_size
 
     def source(self, length: int, *, seed: int) -> Source:
+        return self.source_of(self.family, length, seed=seed)
+
+    @staticmethod
+    def source_of(family: str, length: int, *, seed: int) -> Source:
         """A source of this many tokens, or features whatever their length."""
         noise = torch.Generator().manual_seed(seed)
-        if self.family == "whisper":
+        if family == "whisper":
             return Source(features=torch.randn(CHANNELS, FRAMES, generator=noise))
         return Source(torch.randint(3, VOCABULARY, (length,), generator=noise).tolist())
 

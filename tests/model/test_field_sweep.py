@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import PAIRS, Pair, pair_hf
 from torch import Tensor
 from toys import CASES, tokens, toy_hf
 
 from anabranch.errors import ModelError, ModelWarning
+from anabranch.model.encoder import Source
 from anabranch.model.families import FAMILIES, model_config
 from anabranch.model.fields import FIELDS
 from anabranch.model.inputs import Inputs
@@ -39,6 +41,8 @@ BASES = {family: family for family in FAMILIES} | {
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen3_5",
 }
+# the last of a name wins, so families with several toys have the plain one again
+ENCODED = dict(PAIRS.values()) | {name: PAIRS[name][1] for name in ("t5", "marian")}
 FACTORS = [1.0 + i / 8 for i in range(8)]
 ROPES: list[Any] = [
     {"rope_type": "default", "rope_theta": 300.0},
@@ -123,12 +127,17 @@ VALUES: dict[str, list[Any]] = {
 FOREIGN = ["attention_multiplier", "logit_scale", "clip_qkv", "embedding_multiplier", "num_local_experts", "alibi"]
 
 
+def toy(family: str) -> dict[str, Any]:
+    """The config of a family's toy."""
+    return ENCODED[family] if family in ENCODED else CASES[BASES[family]][1]
+
+
 def values(family: str, field: str) -> list[Any]:
     """Values of a field that differ from the default, the most telling first."""
     if field == "layer_types" and family == "qwen3_5_text":
         return [[FULL, *["linear_attention"] * 2], [SLIDING] * 3, [FULL]]
     if field == "layer_types":
-        count = CASES[BASES[family]][1].get("num_hidden_layers", 3)
+        count = toy(family).get("num_hidden_layers", 3)
         kinds = [[SLIDING, FULL] * count, [FULL] * count, [SLIDING] * count, ["attention", SLIDING] * count]
         return [*(each[:count] for each in kinds), [FULL], ["conv"] * count]
     if field in VALUES:
@@ -138,7 +147,7 @@ def values(family: str, field: str) -> list[Any]:
         default = FIELDS[family].refused[field].neutral[-1]
     if isinstance(default, bool):
         return [not default]
-    base = CASES[BASES[family]][1].get(field)
+    base = toy(family).get(field)
     if isinstance(base, int) and not isinstance(base, bool):
         return [base * 2, max(1, base // 2), base + 1]
     return [1, True, 0.5]
@@ -146,8 +155,7 @@ def values(family: str, field: str) -> list[Any]:
 
 @cache
 def saved(family: str, folder: Path) -> Path:
-    case = BASES[family]
-    model = toy_hf(*CASES[case])
+    model = pair_hf(family, toy(family)) if family in ENCODED else toy_hf(*CASES[BASES[family]])
     model.save_pretrained(folder / family)
     if family == "ministral":  # the same weights
         path = folder / family / "config.json"
@@ -157,16 +165,25 @@ def saved(family: str, folder: Path) -> Path:
 
 def theirs(folder: Path) -> tuple[Tensor, Tensor] | str:
     """transformers' logits of a text in one forward pass and in several with a cache; or why it cannot compute them."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+    source = source_of(folder)
+    kind: Any = AutoModelForCausalLM
+    if source is not None:
+        kind = AutoModelForSeq2SeqLM if source.features is None else AutoModelForSpeechSeq2Seq
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             folder, dtype="float32", attn_implementation="eager", output_loading_info=True
         )
         if report["missing_keys"]:
             return "weights are missing"
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the cache's argument has a new name from 5.40 on
+            if source is not None:
+                fed = {"input_features": source.features[None]} if source.features is not None else {}
+                fed = fed or {"input_ids": torch.tensor([[*source.tokens]])}
+                whole = model.eval()(**fed, decoder_input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
+                return whole, whole
             whole = model.eval()(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
             cached, past = [], None
             for piece in pieces():
@@ -176,6 +193,11 @@ def theirs(folder: Path) -> tuple[Tensor, Tensor] | str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return whole, torch.cat(cached)
+
+
+def source_of(folder: Path) -> Source | None:
+    """What the encoder of a family reads; None for a decoder alone."""
+    return SOURCES.get(folder.name)
 
 
 def pieces() -> list[list[int]]:
@@ -190,11 +212,14 @@ def ours(folder: Path) -> tuple[Tensor, Tensor] | ModelError:
             warnings.simplefilter("ignore", ModelWarning)
             stored = load_safetensors_dir(folder)
             decoder, _ = fill_decoder(config, stored, dtype=torch.float32, device=torch.device("cpu"))
+        source = source_of(folder)
     except ModelError as error:
         return error
     found = []
     for parts in ([IDS], pieces()):
-        cache = new_cache(decoder, capacity=32)
+        cache = new_cache(decoder, capacity=32) if source is None else decoder.new_cache(1, 32)
+        if source is not None:
+            cache.add_row(1, decoder.encode(source))
         logits = []
         for start, piece in enumerate(parts):
             feed = Inputs.of_prompt(piece) if start == 0 else Inputs.of_trees([DraftTree.root(piece[0])])
@@ -220,16 +245,19 @@ def verdict(folder: Path, described: dict[str, Any], field: str, value: Any) -> 
     return f"DIFFERENT by {far[0]:.2g} in one pass, {far[1]:.2g} with a cache"
 
 
+SOURCES = {family: Pair.source_of(family, 9, seed=7) for family in ENCODED}
 # what a message may name instead of a field
 MEANS: dict[str, tuple[str, ...]] = {
     "use_sliding_window": ("layer_types",),
     "num_hidden_layers": ("layer_types", "no_rope_layers", "layers but the weights have"),
-    "n_layer": ("layers but the weights have",),
+    **dict.fromkeys(("n_layer", "num_layers"), ("layers but the weights have",)),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers"), ("layers but the weights have",)),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), ("attention heads",)),
     "n_embd": ("hidden_size",),
     "n_head": ("attention heads",),
     "num_attention_heads": ("heads cannot share",),
     "num_key_value_heads": ("heads cannot share",),
-    "hidden_size": ("word_embed_proj_dim",),
+    "hidden_size": ("word_embed_proj_dim", "d_model"),
     "rope_parameters": ("rotary variant",),
     "rope_scaling": ("rotary variant",),
 }
@@ -240,6 +268,7 @@ LENIENT = {
     *(("ministral", "head_dim"), ("phi3", "rope_parameters"), ("phi3", "rope_scaling")),
     *(("ministral3", "original_max_position_embeddings"), ("gpt_oss", "original_max_position_embeddings")),
     *(("mixtral", "rope_parameters"), ("mixtral", "rope_scaling")),  # a missing base
+    *(("marian", "decoder_vocab_size"), ("whisper", "num_key_value_heads")),  # of no effect
 }
 
 

@@ -199,7 +199,7 @@ def _t5(words: int, inner: int, layers: int, heads: int, forward: str, more: Map
         {"head_dim": 64, "d_ff": inner, "num_decoder_layers": None, "layer_norm_epsilon": 1e-6},
         {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": forward},
         more,
-        nullable="num_decoder_layers scale_decoder_outputs",
+        nullable="num_decoder_layers",
         ignored="classifier_dropout dense_act_fn dropout_rate initializer_factor is_decoder is_gated_act",
         refused=_PAIR,
         aliases={
@@ -223,7 +223,7 @@ def _bart(
     return _table(
         sizes,
         {"decoder_layers": layers, "decoder_attention_heads": heads, "activation_function": "gelu"},
-        {"encoder_ffn_dim": inner, "decoder_ffn_dim": inner, "scale_embedding": False},
+        {"encoder_ffn_dim": inner, "decoder_ffn_dim": inner},
         *more,
         nullable=nullable,
         ignored=f"{_NO_PAIR} forced_eos_token_id {ignored}",
@@ -408,12 +408,13 @@ FIELDS: dict[str, Fields] = {
     "mt5": _t5(250_112, 1024, 8, 6, "gated-gelu", {}),
     "bart": _bart(
         *(_ended(50_265, 1024, 12, 16, ends=(0, 2), start=2), 4096),
-        {"max_position_embeddings": 1024},
+        {"max_position_embeddings": 1024, "scale_embedding": False},
         ignored="num_labels",
     ),
     "marian": _bart(
         *(_ended(58_101, 1024, 12, 16, ends=(None, 0), start=58_100), 4096),
-        {"max_position_embeddings": 1024, "decoder_vocab_size": None, "share_encoder_decoder_embeddings": True},
+        {"max_position_embeddings": 1024, "scale_embedding": False},
+        {"decoder_vocab_size": None, "share_encoder_decoder_embeddings": True},
         nullable="decoder_vocab_size",
     ),
     "whisper": _bart(
@@ -421,7 +422,7 @@ FIELDS: dict[str, Fields] = {
         {"max_source_positions": 1500, "max_target_positions": 448, "num_mel_bins": 80},
         ignored="apply_spec_augment begin_suppress_tokens classifier_proj_size mask_feature_length "
         "mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob "
-        "median_filter_width suppress_tokens use_weighted_layer_sum",
+        "median_filter_width scale_embedding suppress_tokens use_weighted_layer_sum",
         refused={"num_key_value_heads": Refused((None,), "keys and values have as many heads as queries")},
     ),
 }

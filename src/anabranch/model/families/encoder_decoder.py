@@ -94,13 +94,13 @@ def _bart_side(f: Fields, side: str, layers: int, positions: int) -> Fields:
         "norm": "layer",
         "gated_mlp": False,
         "activation": parts.activation(f, "activation_function"),
-        "embedding_scale": f["hidden_size"] ** 0.5 if f["scale_embedding"] else 1.0,
     }
 
 
 def _bart(f: Fields, positions: Fields, *, words: int, shared: bool) -> ModelConfig:
     limit = f["max_position_embeddings"]
-    wired = {"wiring": "post", "final_norm": False, **positions}
+    scale = f["hidden_size"] ** 0.5 if f["scale_embedding"] else 1.0
+    wired = {"wiring": "post", "final_norm": False, "embedding_scale": scale, **positions}
     encoder = ModelConfig(**_bart_side(f, "encoder", f["num_hidden_layers"], limit), **wired)
     decoder = {**_bart_side(f, "decoder", f["decoder_layers"], limit), **wired, "vocab_size": words}
     start = f["decoder_start_token_id"]
@@ -121,13 +121,14 @@ def bart(f: Fields) -> ModelConfig:
 
 def marian(f: Fields) -> ModelConfig:
     """Marian: BART with sinusoidal positions and without a norm of the embedding."""
-    words = f["decoder_vocab_size"] or f["vocab_size"]
-    return _bart(f, {"position": "sinusoidal"}, words=words, shared=f["share_encoder_decoder_embeddings"])
+    shared = f["share_encoder_decoder_embeddings"]
+    words = f["vocab_size"] if shared else f["decoder_vocab_size"] or f["vocab_size"]
+    return _bart(f, {"position": "sinusoidal"}, words=words, shared=shared)
 
 
 def whisper(f: Fields) -> ModelConfig:
     """Whisper: norms before each part, an encoder of log-mel features behind two convolutions."""
-    encoder = {**_bart_side(f, "encoder", f["num_hidden_layers"], f["max_source_positions"]), "embedding_scale": 1.0}
+    encoder = _bart_side(f, "encoder", f["num_hidden_layers"], f["max_source_positions"])
     return ModelConfig(
         **_bart_side(f, "decoder", f["decoder_layers"], f["max_target_positions"]),
         position="learned",
