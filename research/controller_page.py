@@ -21,7 +21,7 @@ from benchmark_tables import table
 from generated import PICTURES, ROOT, between, results, write_or_check
 
 PAGE, SCRIPT = "docs/controller.md", "research/controller_page.py"
-LIMITS = ("SECONDS", "CONTEXT", "LARGEST")  # not tuned
+OTHERS = ("SECONDS", "CONTEXT", "LARGEST", "NOTHING")  # limits, and a value: not tuned
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#666666")
 # streams of the default model on Spec-Bench by rank; the costs are those of a 7B shape on the same two cores
 ACCEPTANCE = (0.64, 0.37, 0.27, 0.21, 0.18, 0.15, 0.14, 0.12, 0.11, 0.1, 0.09, 0.08, 0.07, 0.06, 0.05)
@@ -79,9 +79,12 @@ def constants() -> list[str]:
         effects.setdefault(row["constant"], []).append(f"{row['value']} {row['rate']:.3f} ({row['worst']:.2f})")
     rows = [("correction by yields", "see above", ", ".join(effects[YIELD]))]
     for module in (controller, costs, choice):
-        for name, comment in re.findall(r"^([A-Z]+) = .+?  # (.+)$", inspect.getsource(module), re.MULTILINE):
-            if name not in LIMITS:
-                rows.append((f"`{name}`", comment, ", ".join(effects.get(name, ("-",)))))
+        for name, rest in re.findall(r"^([A-Z]+) = (.+)$", inspect.getsource(module), re.MULTILINE):
+            if name in OTHERS:
+                continue
+            if "  # " not in rest:
+                raise SystemExit(f"{name} in {module.__name__} has no comment on its line, which the table needs")
+            rows.append((f"`{name}`", rest.partition("  # ")[2], ", ".join(effects.get(name, ("-",)))))
     return [f"From `benchmarks/{stem}.json`:", "", *table(("constant", "sets", "other values"), rows, left=3)]
 
 

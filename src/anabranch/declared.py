@@ -35,6 +35,7 @@ __all__ = [
     "ScoreKeywords",
     "biases",
     "check",
+    "check_each",
     "decay",
     "hints_of",
     "ids_of",
@@ -351,14 +352,19 @@ DEFAULTS: Keywords = {name: option.default for name, option in CALL.items()}  # 
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Raise InputError for an option that does not exist or a value that is not allowed."""
-    if unknown := sorted(set(given) - set(CALL)):
-        raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(CALL)}")
+    """Raise InputError for an option of a call that does not exist, a value that is not allowed, or two structures."""
+    check_each(given, CALL)
+    structure_of(given)
+
+
+def check_each(given: Mapping[str, Any], options: Mapping[str, Option]) -> None:
+    """Raise InputError for a name that is not among ``options`` or a value that its option does not allow."""
+    if unknown := sorted(set(given) - set(options)):
+        raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(options)}")
     for name, value in given.items():
-        option = CALL[name]
+        option = options[name]
         if option.check is not None and not (value is None and option.default is None):
             option.check(name, value)
-    structure_of(given)
 
 
 def structure_of(given: Mapping[str, Any]) -> str | None:

@@ -35,6 +35,7 @@ __all__ = [
     "Marker",
     "Notices",
     "Wait",
+    "bar",
     "cleaned",
     "consoles",
     "ending",
@@ -214,12 +215,17 @@ def prompt_progress(wait: Wait) -> Callable[[int, int], None]:
     return tell
 
 
+def bar(done: float, total: float) -> str:
+    """A bar of progress; full if there is nothing to do."""
+    filled = int(BAR * done / total) if total else BAR
+    return f"[{'#' * filled}{'.' * (BAR - filled)}]"
+
+
 def packing_progress(wait: Wait) -> Callable[[int, int], None]:
     """A callback that shows a bar of progress while weights are packed."""
 
     def tell(done: int, total: int) -> None:
-        filled = BAR * done // total
-        wait.tell(f"packing the weights [{'#' * filled}{'.' * (BAR - filled)}] {100 * done // total} %")
+        wait.tell(f"packing the weights {bar(done, total)} {100 * done // total} %")
 
     return tell
 

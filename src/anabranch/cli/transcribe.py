@@ -119,9 +119,7 @@ def _bar(wait: show.Wait) -> Callable[[float, float], None]:
     """A callback that shows a bar of progress."""
 
     def tell(done: float, total: float) -> None:
-        filled = int(show.BAR * done / total) if total else show.BAR
-        bar = "#" * filled + "." * (show.BAR - filled)
-        wait.tell(f"transcribing [{bar}] {done:,.0f} of {total:,.0f} s")
+        wait.tell(f"transcribing {show.bar(done, total)} {done:,.0f} of {total:,.0f} s")
 
     return tell
 

@@ -22,9 +22,7 @@ from typing import Any
 __all__ = ["Choice", "DraftYield"]
 
 SAMPLE = 64.0  # tokens of a row that count as one sample; a new row keeps to the drafter in use for four
-OPTIMISM = (
-    0.2  # weight of uncertainty: a drafter 15 % slower than the best gets one token in 25, half as fast hardly any
-)
+OPTIMISM = 0.2  # weight of uncertainty: a drafter 15 % slower than the best gets one token in 25
 FADING = 256.0  # samples after which an observation counts a third
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
-from anabranch.declared import Option, Specification, allowed, flag, hints_of, number, one_of, whole
+from anabranch.declared import Option, Specification, allowed, check_each, flag, hints_of, number, one_of, whole
 from anabranch.errors import InputError
 
 __all__ = ["SPEECH", "SpeechCall", "SpeechKeywords", "Task", "checked"]
@@ -94,12 +94,7 @@ SPEECH: dict[str, Option] = {name: get_args(hint)[1] for name, hint in hints_of(
 
 def checked(given: Mapping[str, Any]) -> SpeechKeywords:
     """All options, those that were not given with their defaults. Raises InputError."""
-    if unknown := sorted(set(given) - set(SPEECH)):
-        raise InputError(f"there is no option {unknown[0]!r}; options are {', '.join(SPEECH)}")
-    for name, value in given.items():
-        option = SPEECH[name]
-        if option.check is not None and not (value is None and option.default is None):
-            option.check(name, value)
+    check_each(given, SPEECH)
     values: Any = {name: option.default for name, option in SPEECH.items()} | dict(given)
     if isinstance(values["temperature"], int | float):
         values["temperature"] = (values["temperature"],)
