@@ -13,21 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
 import anabranch
-from anabranch.bench.report import environment
-from anabranch.errors import AnabranchError, InputError
+from anabranch.errors import InputError
 from anabranch.structure.grammar import Compiled, Source
 from anabranch.structure.matcher import GrammarConstraint
 from anabranch.structure.vocabulary import Vocabulary
-from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from measured import result_options, write_measured
 from serve_load import quantiles, say
 
 SCHEMA = {
@@ -50,6 +45,8 @@ SCHEMA = {
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Decode the answer, then time each question along it."""
+    if args.nodes < 1:
+        raise InputError(f"--nodes must be at least 1, got {args.nodes}")
     with anabranch.load(args.model, drafter="none") as model:
         talk = [{"role": "user", "content": "Invent a person, as JSON."}]
         chunks = list(model.chat_stream(talk, schema=SCHEMA, max_new_tokens=args.new))
@@ -104,26 +101,8 @@ def main() -> None:
     parser.add_argument("--model", default="default", help="the model")
     parser.add_argument("--nodes", type=int, default=8, help="of a tree")
     parser.add_argument("--new", type=int, default=120, help="tokens of the answer, at most")
-    parser.add_argument("--out", type=Path, required=True, help="write the result to this JSON file")
-    parser.add_argument("--force", action="store_true", help="replace an existing result")
-    args = parser.parse_args()
-    try:
-        check_output(args.out, force=args.force)
-        check_writable(args.out)
-        if args.nodes < 1:
-            raise InputError(f"--nodes must be at least 1, got {args.nodes}")
-        found = measure(args)
-    except AnabranchError as error:
-        raise SystemExit(f"measure_masks.py: {error}") from error
-    result = {
-        "schema": 1,
-        "command": shown_command("python", *sys.argv),
-        "model": Path(args.model).name,
-        "masks": found,
-        "environment": environment(torch.device("cpu")),
-    }
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
-    say(json.dumps(found, indent=1))
+    result_options(parser)
+    say(json.dumps(write_measured(parser.parse_args(), lambda args: {"masks": measure(args)})["masks"], indent=1))
 
 
 if __name__ == "__main__":

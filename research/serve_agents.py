@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,11 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import torch
 
-from anabranch.bench.report import environment
-from anabranch.errors import AnabranchError, InputError
-from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from anabranch.errors import InputError
+from measured import result_options, write_measured
 from serve_load import CHAT, PATIENCE, pairs, say, started
 
 ARMS = {"reuse": "", "fresh": "--prefix-memory 0"}
@@ -222,33 +219,22 @@ def parse() -> argparse.Namespace:
     add("--turns", type=int, default=20, help="of the session")
     add("--tokens", type=int, default=7500, help="of all results of tools together")
     add("--new", type=int, default=32, help="tokens of an answer, at most")
-    add("--out", type=Path, required=True, help="write the result to this JSON file")
-    add("--force", action="store_true", help="replace an existing result")
+    result_options(parser)
     return parser.parse_args()
 
 
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Time all turns."""
+    if args.turns < 1 or not (args.arms or args.server):
+        raise InputError("give --turns of at least 1, and an arm or a --server")
+    with ExitStack() as stack:
+        running = {arm: stack.enter_context(started(arm, ARMS[arm], args.model)) for arm in args.arms}
+        turns = run(args, running | pairs(args.server, "--server"))
+    return {"summary": summary(turns), "turns": turns}
+
+
 def main() -> None:
-    args = parse()
-    try:
-        check_output(args.out, force=args.force)
-        check_writable(args.out)
-        if args.turns < 1 or not (args.arms or args.server):
-            raise InputError("give --turns of at least 1, and an arm or a --server")
-        with ExitStack() as stack:
-            running = {arm: stack.enter_context(started(arm, ARMS[arm], args.model)) for arm in args.arms}
-            turns = run(args, running | pairs(args.server, "--server"))
-    except AnabranchError as error:
-        raise SystemExit(f"serve_agents.py: {error}") from error
-    result = {
-        "schema": 1,
-        "command": shown_command("python", *sys.argv),
-        "model": Path(args.model).name,
-        "summary": summary(turns),
-        "turns": turns,
-        "environment": environment(torch.device("cpu")),
-    }
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
-    say(json.dumps(result["summary"], indent=1))
+    say(json.dumps(write_measured(parse(), measure)["summary"], indent=1))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import http.client
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -26,15 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 import anabranch
 from anabranch.api import Model
-from anabranch.bench.report import environment
-from anabranch.bench.suites import load_suite
-from anabranch.errors import AnabranchError, InputError
-from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
-from serve_load import CHAT, PATIENCE, Answer, answer_of, ask, body_of, quantiles, say, started
+from anabranch.errors import InputError
+from measured import result_options, write_measured
+from serve_load import CHAT, PATIENCE, Answer, answer_of, ask, body_of, prompts_of, quantiles, say, started
 
 PAUSE = 0.3  # seconds between two answers: threads of the other process may still spin
 SHORT = "Name three rivers."
@@ -62,8 +58,7 @@ def by_api(model: Model, prompt: str, new: int) -> Answer:
 
 def overhead(args: argparse.Namespace, options: str) -> dict[str, Any]:
     """Measure both, prompt by prompt."""
-    name, _, limit = args.suite.partition(":")
-    prompts = load_suite(name, data=args.data, limit=int(limit) if limit else None)
+    prompts = prompts_of(args)
     with ExitStack() as stack:
         model = stack.enter_context(anabranch.load(args.model))
         model.keep_prefixes(memory=0)
@@ -80,9 +75,9 @@ def overhead(args: argparse.Namespace, options: str) -> dict[str, Any]:
         for number, prompt in enumerate([prompts[0], *prompts]):
             for way in rng.sample(list(ways), len(ways)):
                 time.sleep(PAUSE)
-                answer = ways[way](prompt.text)
+                answer = ways[way](prompt)
                 if answer.failed:
-                    raise InputError(f"{way} did not answer {prompt.text[:60]!r}: {answer.failed}")
+                    raise InputError(f"{way} did not answer {prompt[:60]!r}: {answer.failed}")
                 if number:  # the first one warms
                     answers[way].append(answer)
     lengths = {way: [answer.tokens for answer in each] for way, each in answers.items()}
@@ -171,8 +166,7 @@ def parse() -> argparse.Namespace:
         made = modes.add_parser(mode.__name__, help=mode.__doc__)
         add = made.add_argument
         add("--model", default="default", help="the model")
-        add("--out", type=Path, required=True, help="write the result to this JSON file")
-        add("--force", action="store_true", help="replace an existing result")
+        result_options(made)
         if mode is overhead:
             add("--suite", default="own", help="prompts: own, spec_bench:40, ...")
             add("--data", type=Path, help="folder with the suites")
@@ -185,22 +179,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    try:
-        check_output(args.out, force=args.force)
-        check_writable(args.out)
-        measure = overhead if args.mode == "overhead" else behind
-        found = measure(args, "--prefix-memory 0")
-    except AnabranchError as error:
-        raise SystemExit(f"serve_latency.py: {error}") from error
-    result = {
-        "schema": 1,
-        "command": shown_command("python", *sys.argv),
-        "model": Path(args.model).name,
-        args.mode: found,
-        "environment": environment(torch.device("cpu")),
-    }
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
-    say(json.dumps(found, indent=1))
+    modes = {"overhead": overhead, "behind": behind}
+    found = write_measured(args, lambda args: {args.mode: modes[args.mode](args, "--prefix-memory 0")})
+    say(json.dumps(found[args.mode], indent=1))
 
 
 if __name__ == "__main__":

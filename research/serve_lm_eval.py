@@ -13,20 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import anabranch
 from anabranch.api import Model
-from anabranch.bench.report import environment
-from anabranch.errors import AnabranchError, InputError
-from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from anabranch.errors import InputError
+from measured import result_options, write_measured
 from serve_load import CHAT, say, started
 
 DOCS = (
@@ -124,28 +121,20 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all tasks."""
+    if shutil.which(args.lm_eval) is None:
+        raise InputError(f"there is no program {args.lm_eval!r}; give the path of lm_eval in its environment")
+    with tempfile.TemporaryDirectory() as folder:
+        return {"runs": run(args, Path(folder))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default", help="the model")
     parser.add_argument("--lm-eval", required=True, metavar="PROGRAM", help="lm_eval of an environment of its own")
-    parser.add_argument("--out", type=Path, required=True, help="write the result to this JSON file")
-    parser.add_argument("--force", action="store_true", help="replace an existing result")
-    args = parser.parse_args()
-    try:
-        check_output(args.out, force=args.force)
-        check_writable(args.out)
-        with tempfile.TemporaryDirectory() as folder:
-            found = run(args, Path(folder))
-    except AnabranchError as error:
-        raise SystemExit(f"serve_lm_eval.py: {error}") from error
-    result = {
-        "schema": 1,
-        "command": shown_command("python", *sys.argv),
-        "model": Path(args.model).name,
-        "runs": found,
-        "environment": environment(torch.device("cpu")),
-    }
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    result_options(parser)
+    found = write_measured(parser.parse_args(), measure)["runs"]
     if any(each["different"] or not each["compared"] for each in found):
         raise SystemExit("serve_lm_eval.py: results differ from direct calls")
 

@@ -35,12 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
-from anabranch.bench.report import environment
 from anabranch.bench.suites import load_suite
-from anabranch.errors import AnabranchError, InputError
-from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from anabranch.errors import InputError
+from measured import result_options, write_measured
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)
 SHARES = (0.5, 0.8, 1.1)
@@ -248,39 +246,33 @@ def parse() -> argparse.Namespace:
     add("--requests", type=int, default=16, help="of a load, at least; two for each client at least")
     add("--rounds", type=int, default=2, help="turns of each arm at each load")
     add("--new", type=int, default=128, help="tokens of an answer, at most")
-    add("--out", type=Path, required=True, help="write the result to this JSON file")
-    add("--force", action="store_true", help="replace an existing result")
+    result_options(parser)
     return parser.parse_args()
 
 
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """The prompts of ``--suite``. Raises InputError for a number that is none."""
+    name, _, limit = args.suite.partition(":")
+    if limit and not limit.isdecimal():
+        raise InputError(f"--suite wants NAME or NAME:COUNT, got {args.suite!r}")
+    return [prompt.text for prompt in load_suite(name, data=args.data, limit=int(limit) if limit else None)]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Load all arms in turn."""
+    arms, urls = pairs(args.arm, "--arm"), pairs(args.server, "--server")
+    if not (arms or urls) or min(args.clients, default=0) < 1:
+        raise InputError("give at least one --arm or --server, and --clients of at least 1")
+    texts = prompts_of(args)
+    random.Random(0).shuffle(texts)  # suites are sorted by task, and small loads take the first prompts
+    with ExitStack() as stack:
+        running = {label: stack.enter_context(started(label, words, args.model)) for label, words in arms.items()}
+        loads = run(args, running | urls, texts)
+    return {"arms": arms, "suite": Path(args.suite).name, "new_tokens": args.new, "loads": loads}
+
+
 def main() -> None:
-    args = parse()
-    try:
-        check_output(args.out, force=args.force)
-        check_writable(args.out)
-        arms, urls = pairs(args.arm, "--arm"), pairs(args.server, "--server")
-        if not (arms or urls) or min(args.clients, default=0) < 1:
-            raise InputError("give at least one --arm or --server, and --clients of at least 1")
-        name, _, limit = args.suite.partition(":")
-        prompts = load_suite(name, data=args.data, limit=int(limit) if limit else None)
-        with ExitStack() as stack:
-            running = {label: stack.enter_context(started(label, words, args.model)) for label, words in arms.items()}
-            texts = [prompt.text for prompt in prompts]
-            random.Random(0).shuffle(texts)  # suites are sorted by task, and small loads take the first prompts
-            loads = run(args, running | urls, texts)
-    except AnabranchError as error:
-        raise SystemExit(f"serve_load.py: {error}") from error
-    result = {
-        "schema": 1,
-        "command": shown_command("python", *sys.argv),
-        "model": Path(args.model).name,
-        "arms": arms,
-        "suite": Path(args.suite).name,
-        "new_tokens": args.new,
-        "loads": loads,
-        "environment": environment(torch.device("cpu")),
-    }
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    write_measured(parse(), measure)
 
 
 if __name__ == "__main__":
