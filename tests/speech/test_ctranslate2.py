@@ -69,12 +69,17 @@ def _relu6(variables: dict[str, NDArray[Any]]) -> None:
     variables["decoder/activation"] = np.array(2, np.int8)
 
 
+def _scaled(variables: dict[str, NDArray[Any]]) -> None:
+    variables["decoder/scale_embeddings"] = np.array(1, np.int8)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "said"),
     [
         (_huge, FileError, "lacks the variable 'decoder/layer_norm/beta'"),
         (_flat, FileError, "encoder/conv1/weight of shape"),
         (_relu6, ModelError, "no usual Whisper"),
+        (_scaled, ModelError, "scaled embeddings"),
     ],
 )
 def test_another_model_is_refused(

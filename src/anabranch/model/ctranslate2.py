@@ -210,8 +210,11 @@ def _config(path: Path, variables: Mapping[str, _Variable], start: int, end: int
 
     words, width = shape("decoder/embeddings/weight")
     activation = scalar("decoder/activation")
-    if activation not in ACTIVATIONS or scalar("decoder/pre_norm") != 1 or scalar("decoder/alibi") != 0:
-        raise ModelError(f"{path} is no usual Whisper: another activation, norms behind the layers, or ALiBi")
+    usual = {"decoder/pre_norm": 1, "decoder/alibi": 0, "decoder/scale_embeddings": 0}
+    if activation not in ACTIVATIONS or any(scalar(name) != value for name, value in usual.items()):
+        raise ModelError(
+            f"{path} is no usual Whisper: another activation, norms behind the layers, ALiBi, or scaled embeddings"
+        )
     layers = {
         side: len({name.split("/")[1] for name in variables if name.startswith(f"{side}/layer_") and "/ffn/" in name})
         for side in ("encoder", "decoder")
@@ -230,7 +233,6 @@ def _config(path: Path, variables: Mapping[str, _Variable], start: int, end: int
         "max_source_positions": shape("encoder/position_encodings/encodings")[0],
         "max_target_positions": shape("decoder/position_encodings/encodings")[0],
         "activation_function": ACTIVATIONS[activation],
-        "scale_embedding": bool(scalar("decoder/scale_embeddings")),
         "tie_word_embeddings": True,
         "is_encoder_decoder": True,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end),
