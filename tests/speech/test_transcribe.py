@@ -113,6 +113,18 @@ def test_the_language_is_that_of_transformers(oracle: tuple[Any, Any], model: Mo
         assert 1 / 3 <= probability <= 1
 
 
+def test_the_encoder_reads_each_window_once(model: Model, sounds: Sounds, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    encoder = model.target.decoder.encoder
+    assert encoder is not None
+    monkeypatch.setattr(encoder, "forward", lambda *given, of=encoder.forward: read.append(given) or of(*given))
+    with_language = model.transcribe(sounds[0], temperature=0.0, language=None)
+    count = len(read)
+    given = model.transcribe(sounds[0], temperature=0.0, language=with_language.language)
+    assert count == len(read) - count > 0
+    assert _tokens(with_language) == _tokens(given)
+
+
 # -- lossless --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("drafter", "options"),

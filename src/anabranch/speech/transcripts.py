@@ -105,17 +105,21 @@ def _transcripts(
     windows: Windows, sounds: Sequence[Samples], start: Callable[[Samples], _Sound]
 ) -> Generator[Transcript, None, None]:
     with _Pool(int(windows.options["rows"]), windows.cancelled) as pool:
-        started = [pool.run(partial(start, samples)) for samples in sounds]
         if not windows.options["parallel"]:
-            running = [pool.run(each.result().in_turn) for each in started]
+            running = [pool.run(partial(_in_turn, start, samples)) for samples in sounds]
             yield from (each.result() for each in running)
             return
+        started = [pool.run(partial(start, samples)) for samples in sounds]
         read = [each.result() for each in started]
         cuts = [cut_at_pauses(sound.features, windows.frames) for sound in read]
         jobs = [
             [pool.run(partial(sound.window_alone, *cut)) for cut in own] for sound, own in zip(read, cuts, strict=True)
         ]
         yield from (sound.transcript([job.result() for job in own]) for sound, own in zip(read, jobs, strict=True))
+
+
+def _in_turn(start: Callable[[Samples], _Sound], samples: Samples) -> Transcript:
+    return start(samples).in_turn()
 
 
 def cut_at_pauses(features: Tensor, longest: int) -> list[tuple[int, int]]:
@@ -175,7 +179,8 @@ class _Pool:
 class _Sound:
     """One sound while its windows are decoded.
 
-    said  the tokens of all its windows so far, for drafts
+    first  its beginning, until it is decoded: the encoder has read it if the language was to be detected
+    said   the tokens of all its windows so far, for drafts
     """
 
     def __init__(
@@ -186,8 +191,9 @@ class _Sound:
         language: tuple[str, float],
         meter: _Meter,
         began: float,
+        first: Source | None,
     ) -> None:
-        self.windows, self.features, self.duration = windows, features, duration
+        self.windows, self.features, self.duration, self.first = windows, features, duration, first
         self.language, self.meter, self.began = language, meter, began
         self.said: list[int] = []
         self.stats: list[Stats] = []
@@ -197,11 +203,10 @@ class _Sound:
     def start(windows: Windows, bins: int, meter: _Meter, began: float, samples: Samples) -> _Sound:
         """Compute the features, and detect the language in the first window if none is given."""
         features, given = log_mel(samples, bins), windows.options["language"]
-        if given is None:
-            language = windows.language(Source(features=window(features, 0, features.shape[1], windows.frames)))
-        else:
-            language = windows.vocabulary.code(given), 1.0
-        return _Sound(windows, features, len(samples) / RATE, language, meter, began)
+        first = Source(features=window(features, 0, features.shape[1], windows.frames))
+        language = windows.language(first) if given is None else (windows.vocabulary.code(given), 1.0)
+        kept = None if windows.options["parallel"] else first  # of many sounds, what the encoder gives takes gigabytes
+        return _Sound(windows, features, len(samples) / RATE, language, meter, began, kept)
 
     def in_turn(self) -> Transcript:
         """Decode window after window."""
@@ -231,7 +236,9 @@ class _Sound:
         return [] if found.silent else segments_of(self.windows, found, start, stop - start, whole=True)[0]
 
     def _decoded(self, start: int, stop: int, before: Sequence[int]) -> Hypothesis:
-        source = Source(tokens=tuple(self.said), features=window(self.features, start, stop, self.windows.frames))
+        source, self.first = self.first, None
+        if source is None:
+            source = Source(tokens=tuple(self.said), features=window(self.features, start, stop, self.windows.frames))
         found = self.windows.decode(source, self.windows.prompt(self.language[0], before))
         self.said += found.tokens
         self.stats.append(found.stats)
