@@ -63,10 +63,11 @@ def _entry(entry: Any) -> tuple[str, dict[str, Any]]:
     """The id and the arguments of loading of one entry. Raises InputError."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("model_id"), str):
         raise InputError(f"an entry must have a model_id, got {entry!r}")
-    loading = {name: value for name, value in entry.items() if name != "model_id"}
-    if unknown := [name for name in loading if name not in LOADING]:
-        raise InputError(f"{entry['model_id']} has {unknown[0]!r}; give {', '.join(LOADING)}")
-    return entry["model_id"], loading
+    loading = dict(entry)
+    name = loading.pop("model_id")
+    if unknown := [each for each in loading if each not in LOADING]:
+        raise InputError(f"{name} has {unknown[0]!r}; give {', '.join(LOADING)}")
+    return name, loading
 
 
 class _Loaded:
@@ -83,12 +84,9 @@ class _Loaded:
 
         with self._lock:
             if self._model is None:
-                self._model = load(self._loading.get("model", "default"), **_without(self._loading, "model"))
+                loading = dict(self._loading)
+                self._model = load(loading.pop("model", "default"), **loading)
             return self._model
-
-
-def _without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {each: value for each, value in values.items() if each != name}
 
 
 class _Both:
