@@ -7,8 +7,8 @@ overhead  The same greedy answers by ``model.chat_stream`` in this process and b
           client, prompt by prompt in turns, the API twice (``api`` and ``again``). Nothing is kept of earlier prompts.
 behind    A short prompt is sent while the server reads a long one, at a random moment, and by itself; nothing is kept.
 
-The server shares its cores with this process, which is idle while the server decodes. TTFT is the time in seconds from the
-call to the first text.
+The server shares its cores with this process, which is idle while the server decodes. TTFT is the time in seconds from
+the call to the first text.
 """
 
 from __future__ import annotations
