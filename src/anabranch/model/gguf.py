@@ -17,6 +17,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -39,6 +40,8 @@ from anabranch.support.log import warn
 __all__ = ["GGUFContents", "read_gguf", "unpermute_rotary"]
 
 Metadata = Mapping[str, Any]
+
+PIECE = 1 << 20  # bytes that are dequantised at a time
 
 # The GGUF names of the modules that make up each part of our blocks; _FUSED where a family has one module for them.
 _LEAVES = {
@@ -405,10 +408,21 @@ def _without_bias(
     return zeros
 
 
+def _dequantized(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[np.float32]:
+    """The values of a tensor, pieces of its rows in parallel: gguf alone takes sixteen rows at a time, in one thread."""
+    if stored.dtype != np.uint8:  # floats
+        return dequantize(stored, kind)
+    rows = stored.reshape(-1, stored.shape[-1])
+    pieces = np.array_split(rows, min(len(rows), 1 + rows.nbytes // PIECE))
+    with ThreadPoolExecutor() as pool:  # a piece as one row, which gguf does not cut
+        made = list(pool.map(lambda piece: dequantize(piece.reshape(1, -1), kind), pieces))
+    return np.concatenate(made, axis=1).reshape(*stored.shape[:-1], -1)
+
+
 def _load(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str, transposed: bool) -> torch.Tensor:
     """Dequantise one tensor to float32, and undo the changes of llama.cpp's converter."""
     try:
-        values = dequantize(tensor.data, tensor.tensor_type)
+        values = _dequantized(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
         kind = getattr(tensor.tensor_type, "name", tensor.tensor_type)
         raise ModelError(
