@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -25,6 +27,8 @@ from anabranch.serve.worker import Worker
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium")
+expect = sync_api.expect
+expect.set_options(timeout=60_000)
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
@@ -68,12 +72,34 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
     assert [url for base, url in asked if not url.startswith((base, "blob:"))] == []
 
 
+class Gate:
+    """Holds a server's decoding thread after some passes until it is opened, or is asked for something."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, self._opened = 12, threading.Event()  # passes: enough for a few letters
+        as_fast = Worker._pass
+
+        def held(worker: Worker) -> None:
+            while not self.left and worker._inbox.empty() and not self._opened.wait(0.01):
+                pass
+            self.left = max(0, self.left - 1)
+            as_fast(worker)
+
+        monkeypatch.setattr(Worker, "_pass", held)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
 def ask(page: Any, text: str = MESSAGE) -> Any:
-    """Send a message and wait for the answer; returns its tokens."""
+    """Send a message and wait until the answer has ended, which shows the whole of it; returns its tokens."""
+    answers = page.locator("article")
+    before = answers.count()
     page.get_by_role("textbox", name="Message").fill(text)
     page.keyboard.press("Enter")
-    page.get_by_role("button", name="Send").wait_for(state="visible")
-    return page.locator("article").last.locator(".text .t")
+    expect(answers).to_have_count(before + 1)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    return answers.last.locator(".text .t")
 
 
 def saved(page: Any, kind: str, where: Path) -> Path:
@@ -84,75 +110,97 @@ def saved(page: Any, kind: str, where: Path) -> Path:
     return path
 
 
-def focused(page: Any) -> str:
-    return str(page.evaluate("document.activeElement.id || document.activeElement.className"))
+def shown(page: Any) -> dict[str, str]:
+    """The numbers of an answer, by name."""
+    names, values = (page.locator(f"#numbers {part}").all_inner_texts() for part in ("dt", "dd"))
+    return dict(zip(names, values, strict=True))
 
 
 def test_tokens_are_marked_and_show_their_trees(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     tokens = ask(page)
-    expected = server.reference.chat([{"role": "user", "content": MESSAGE}], max_new_tokens=60, temperature=0)
-    shown = page.get_by_role("group", name="Answer 1, tokens").evaluate("node => node.textContent")
-    assert shown[:40] == expected.text[:40]
-    assert page.locator(".question").inner_text() == MESSAGE
+    expected = server.reference.chat([{"role": "user", "content": MESSAGE}], temperature=0)
+    answer = page.get_by_role("group", name="Answer 1, tokens")
+    assert answer.evaluate("node => node.textContent") == expected.text
+    expect(page.locator(".question")).to_have_text(MESSAGE)
+    steps = int(page.get_by_role("slider").get_attribute("max"))
+    numbers = shown(page)
+    assert numbers["Tokens, passes"] == f"{len(expected.token_ids)}, {steps}"
+    assert numbers["Tokens per pass"] == f"{len(expected.token_ids) / steps:.2f}"
     marks = {name for kind in tokens.evaluate_all("all => all.map(each => each.className)") for name in kind.split()}
     assert {"own", "m0"} <= marks  # the target's own tokens and those of streams
-    token = page.locator(".text .t.m0").first
-    token.hover()
+    page.locator(".text .t.m0").first.hover()
     tree = page.get_by_role("group", name="Draft tree").get_by_role("img")
-    assert "drafted tokens accepted" in tree.locator("title").text_content()
-    assert tree.locator(".chosen.accepted").count() == tree.locator(".node.next").count() == 1
+    expect(tree.locator("title")).to_contain_text("drafted tokens accepted")
+    expect(tree.locator(".chosen.accepted")).to_have_count(1)
+    expect(tree.locator(".node.next")).to_have_count(1)
     page.get_by_text("As a table").click()
-    assert page.get_by_role("cell", name="stream 1").first.is_visible()
-    assert page.get_by_role("cell", name="the target's own").count() == 1
-    numbers = page.locator("#numbers").inner_text()
-    steps = int(page.get_by_role("slider").get_attribute("max"))
-    assert f"{len(expected.token_ids)}, {steps}" in numbers or "60" not in numbers
+    expect(page.get_by_role("cell", name="stream 1").first).to_be_visible()
+    expect(page.get_by_role("cell", name="the target's own")).to_have_count(1)
     page.get_by_role("button", name="Compare with plain decoding").click()
-    page.get_by_text("times plain decoding").wait_for()
-    assert "The texts are the same." in page.locator("#plain").inner_text()
+    expect(page.locator("#plain")).to_contain_text("times plain decoding")
+    expect(page.locator("#plain")).to_contain_text("The texts are the same.")
 
 
 def test_nothing_needs_a_mouse(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
-    assert focused(page) == "prompt"
+    prompt, title, status = page.locator("#prompt"), page.locator("#step-title"), page.get_by_role("status")
+    expect(prompt).to_be_focused()
     page.keyboard.type("the thing")
     page.keyboard.press("Enter")
-    page.get_by_text("passes.").wait_for(state="attached")  # the status that screen readers hear
+    expect(status).to_contain_text("passes.")  # what screen readers hear
     page.keyboard.press("Shift+Tab")
-    assert "t " in focused(page)
+    expect(page.locator(".t:focus")).to_have_count(1)
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    before = page.locator("#step-title").inner_text()
+    before = title.inner_text()
     page.keyboard.press("ArrowDown")
-    assert page.locator("#step-title").inner_text() != before
-    assert "Emitted:" in page.get_by_role("status").inner_text()
-    assert page.locator(".t.picked").count() == 1
+    expect(title).not_to_have_text(before)
+    expect(status).to_contain_text("Emitted:")
+    expect(page.locator(".t.picked")).to_have_count(1)
     page.keyboard.press("Escape")
-    assert focused(page) == "prompt"
+    expect(prompt).to_be_focused()
     slider = page.get_by_role("slider", name="Step")
     for _ in range(12):
         page.keyboard.press("Tab")
-        if focused(page) == "slider":
+        if slider.evaluate("node => node === document.activeElement"):
             break
+    expect(slider).to_be_focused()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#step-title").inner_text().startswith("Step 2 of ")
-    assert "Emitted:" in slider.get_attribute("aria-valuetext")
-    assert page.locator(".t.later").count() > 0
+    expect(title).to_contain_text("Step 2 of ")
+    expect(slider).to_have_attribute("aria-valuetext", re.compile("Emitted:"))
+    expect(page.locator(".t.later").first).to_be_visible()
     for name in ("New chat", "Open trace", "Settings", "Send", "Previous step", "Next step", "SVG", "PNG", "Trace"):
-        assert page.get_by_role("button", name=name, exact=True).count() == 1
+        expect(page.get_by_role("button", name=name, exact=True)).to_have_count(1)
     page.get_by_role("button", name="Settings").focus()
     page.keyboard.press("Enter")
     page.get_by_role("dialog", name="Settings").get_by_label("Token limit").fill("3")
     page.keyboard.press("Enter")
     page.get_by_role("button", name="New chat").focus()
     page.keyboard.press("Enter")
-    assert page.get_by_role("heading", name="See where each token came from").is_visible()
+    expect(page.get_by_role("heading", name="See where each token came from")).to_be_visible()
     ask(page, "again")
-    assert "Ended at 3 tokens" in page.locator("article").last.inner_text()
+    expect(page.locator("article").last).to_contain_text("Ended at 3 tokens")
+
+
+def test_what_was_pointed_at_stays_while_the_answer_grows(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with running(eos=()) as server:
+        page = open_page(server)
+        page.get_by_role("textbox", name="Message").fill("the thing")
+        page.keyboard.press("Enter")
+        page.locator(".text .t").nth(3).hover()
+        title = page.locator("#step-title")
+        expect(title).to_contain_text(" of ")
+        step, of = title.inner_text().split(" of ")
+        gate.open()
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        steps = page.get_by_role("slider").get_attribute("max")
+        assert int(steps) > int(of)
+        expect(title).to_have_text(f"{step} of {steps}")
 
 
 def test_texts_of_the_model_are_never_markup(server: Server, open_page: OpenPage) -> None:
@@ -163,25 +211,19 @@ def test_texts_of_the_model_are_never_markup(server: Server, open_page: OpenPage
     ask(page, "<br>")
     text = page.get_by_role("group", name="Answer 1, tokens")
     assert json.loads(text.evaluate("node => node.textContent")) == HTML
-    assert page.title() == "anabranch"
-    assert page.locator("article img, article br").count() == 0
-    assert text.locator(".t.m4").count() > 0  # forced by the grammar
-    assert "grammar" in page.locator("#legend").inner_text()
+    expect(page).to_have_title("anabranch")
+    expect(page.locator("article img, article br")).to_have_count(0)
+    expect(text.locator(".t.m4").first).to_be_visible()  # forced by the grammar
+    expect(page.locator("#legend")).to_contain_text("grammar")
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("JSON Schema").fill("{")
     page.get_by_role("button", name="Done").click()
     ask(page)
-    assert "is not JSON" in page.get_by_role("alert").inner_text()
+    expect(page.get_by_role("alert")).to_contain_text("is not JSON")
 
 
 def test_stop_frees_the_row(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_fast = Worker._pass
-
-    def slow(worker: Worker) -> None:
-        time.sleep(0.2)
-        as_fast(worker)
-
-    monkeypatch.setattr(Worker, "_pass", slow)
+    Gate(monkeypatch)
     with running(eos=()) as server:
         page = open_page(server)
         page.get_by_role("textbox", name="Message").fill("the thing")
@@ -189,11 +231,11 @@ def test_stop_frees_the_row(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
         page.locator(".text .t").nth(3).wait_for()
         assert server.client.get("/slots").json()
         page.get_by_role("button", name="Stop").click()
-        page.get_by_text("Stopped.", exact=True).wait_for()
-        limit = time.monotonic() + 10
+        expect(page.locator("article .note")).to_have_text("Stopped.")
+        limit = time.monotonic() + 60
         while server.client.get("/slots").json():
             assert time.monotonic() < limit
-            time.sleep(0.05)
+            time.sleep(0.02)
         words = page.locator("article .text").evaluate("node => node.textContent")
         assert words
         with page.expect_request("**/chat/completions") as request:  # it is part of the conversation
@@ -205,7 +247,7 @@ def test_stop_frees_the_row(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
             "go on",
         ]
         page.get_by_role("button", name="New chat").click()
-        assert page.locator("article").count() == 0
+        expect(page.locator("article")).to_have_count(0)
 
 
 def test_an_api_key_is_asked_for_and_kept_for_the_tab(open_page: OpenPage) -> None:
@@ -226,14 +268,14 @@ def test_an_api_key_is_asked_for_and_kept_for_the_tab(open_page: OpenPage) -> No
 def test_errors_are_said_and_can_be_tried_again(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     ask(page, "long " * 100)
-    assert "the model's context is 96" in page.get_by_role("alert").inner_text()
+    expect(page.get_by_role("alert")).to_contain_text("the model's context is 96")
     page.context.set_offline(True)
     ask(page, "the thing")
-    assert "server does not answer" in page.get_by_role("alert").last.inner_text()
+    expect(page.get_by_role("alert").last).to_contain_text("server does not answer")
     page.context.set_offline(False)
     page.get_by_role("button", name="Try again").last.click()
     page.locator(".text .t").first.wait_for()
-    assert page.get_by_role("alert").count() == 1
+    expect(page.get_by_role("alert")).to_have_count(1)
 
 
 def recorded(model: Model, path: Path, prompts: tuple[str, ...]) -> list[str]:
@@ -258,14 +300,14 @@ def test_a_recorded_trace_is_stepped_through(server: Server, open_page: OpenPage
     text = page.get_by_role("group", name="Trace, tokens")
     text.wait_for()
     assert text.evaluate("node => node.textContent").strip("\ufffd") == texts[0].strip("\ufffd")
-    assert "Recorded with other, drafter streams." in page.locator(".trace .note").inner_text()
-    assert focused(page) == "slider"
-    rows = read_trace(path).rows()
-    assert page.locator("#step-title").inner_text() == f"Step 1 of {len(rows[0].records)}"
+    expect(page.locator(".trace .note")).to_contain_text("Recorded with other, drafter streams.")
+    expect(page.locator("#slider")).to_be_focused()
+    rows, title = read_trace(path).rows(), page.locator("#step-title")
+    expect(title).to_have_text(f"Step 1 of {len(rows[0].records)}")
     page.keyboard.press("ArrowRight")
     page.get_by_role("button", name="Next step").click()
-    assert page.locator("#step-title").inner_text().startswith("Step 3 of")
-    assert page.locator("#tree .node").count() == rows[0].records[2].tree.size + 1
+    expect(title).to_have_text(f"Step 3 of {len(rows[0].records)}")
+    expect(page.locator("#tree .node")).to_have_count(rows[0].records[2].tree.size + 1)
     page.get_by_label("Sequence").select_option(index=1)
     assert text.evaluate("node => node.textContent").strip("\ufffd") == texts[1].strip("\ufffd")
 
@@ -286,7 +328,7 @@ def test_other_files_are_refused(server: Server, open_page: OpenPage, tmp_path: 
     path.write_text(content)
     page = open_page(server)
     page.locator("#file").set_input_files(path)
-    assert said in page.get_by_role("alert").inner_text()
+    expect(page.get_by_role("alert")).to_contain_text(said)
 
 
 def test_a_trace_of_another_model_shows_token_ids(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
@@ -299,13 +341,21 @@ def test_a_trace_of_another_model_shows_token_ids(server: Server, open_page: Ope
     text = page.get_by_role("group", name="Trace, tokens")
     text.wait_for()
     assert text.evaluate("node => node.textContent") == "\u27e89\u27e9\u27e880000\u27e9"
-    assert "Token ids are shown" in page.locator(".trace .note").inner_text()
+    expect(page.locator(".trace .note")).to_contain_text("Token ids are shown")
     assert text.locator(".t").first.get_attribute("class").split()[1] in ("m1", "m2", "m3", "m6", "m7")
 
 
 def test_pictures_and_traces_are_saved(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page(server, "dark")
-    tokens = ask(page)
+    held: list[Any] = []
+    page.route("**/props", lambda route: held.append(route))
+    page.reload()
+    page.get_by_role("textbox", name="Message").fill(MESSAGE)
+    page.keyboard.press("Enter")
+    expect(page.locator("article .note")).to_have_text("Reading\u2026")
+    held[0].continue_()  # the question waited for the model's name, which traces have
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    tokens = page.locator(".text .t")
     svg = saved(page, "SVG", tmp_path).read_text(encoding="utf-8")
     assert "stream" in svg
     assert "class=" not in svg.replace('class="line', "")
@@ -319,7 +369,7 @@ def test_pictures_and_traces_are_saved(server: Server, open_page: OpenPage, tmp_
     page.locator("#file").set_input_files(trace)
     again = page.get_by_role("group", name="Trace, tokens")
     again.wait_for()
-    assert page.locator(".trace .note").inner_text() == f"Recorded with toy, drafter {server.reference.drafter}."
+    expect(page.locator(".trace .note")).to_have_text(f"Recorded with toy, drafter {server.reference.drafter}.")
     assert again.evaluate("node => node.textContent").strip("\ufffd") == text.strip("\ufffd")
 
 

@@ -2,7 +2,7 @@
 // text, never as HTML.
 
 import { Failure, chat, get, post, setKey } from "./api.js";
-import { clear, current, make, show, showNumbers } from "./inspector.js";
+import { clear, make, refresh, show } from "./inspector.js";
 import { emitted, mark } from "./steps.js";
 import { addTexts, readTrace } from "./trace.js";
 
@@ -134,6 +134,7 @@ async function ask(question) {
   answer.text.setAttribute("aria-busy", "true");
   note.textContent = "Reading\u2026";
   try {
+    await begun;
     const body = requestOf(question);
     answer.settings = { ...body, model: properties.model_path, messages: undefined, anabranch: undefined };
     await read(body, answer, controller, note);
@@ -149,7 +150,7 @@ async function ask(question) {
     }
     if (article.isConnected) {
       turns.push({ question, answer });
-      if (current() === answer) showNumbers(answer);
+      refresh(answer);
       const passes = answer.steps.length;
       $("status").textContent = `${note.textContent} ${totalOf(answer)} tokens in ${passes} passes.`;
     }
@@ -163,25 +164,30 @@ async function read(body, answer, controller, note) {
   const list = $("messages");
   let due = 0;
   const paint = () => {
+    clearTimeout(due);
     due = 0;
     if (answer.followed && answer.text.isConnected) show(answer);
   };
-  for await (const { choices } of chat(body, controller.signal)) {
-    for (const { delta, anabranch, finish_reason: reason } of choices) {
-      const below = list.scrollHeight - list.scrollTop - list.clientHeight;
-      answer.words += delta.content ?? "";
-      if (anabranch?.step) {
-        note.textContent = "";
-        append(answer, [anabranch.step]);
-        due ||= setTimeout(paint, 100); // not each step: drawing takes the processor's time, which may be the model's
+  try {
+    for await (const { choices } of chat(body, controller.signal)) {
+      for (const { delta, anabranch, finish_reason: reason } of choices) {
+        const below = list.scrollHeight - list.scrollTop - list.clientHeight;
+        answer.words += delta.content ?? "";
+        if (anabranch?.step) {
+          note.textContent = "";
+          append(answer, [anabranch.step]);
+          due ||= setTimeout(paint, 100); // not each step: drawing takes the processor's time, which may be the model's
+        }
+        if (anabranch?.stats) {
+          answer.stats = anabranch.stats;
+          answer.settings.drafter = anabranch.drafter;
+        }
+        if (reason === "length") note.textContent = `Ended at ${totalOf(answer)} tokens, the limit.`;
+        if (below < 80) list.scrollTop = list.scrollHeight; // unless the reader has scrolled up
       }
-      if (anabranch?.stats) {
-        answer.stats = anabranch.stats;
-        answer.settings.drafter = anabranch.drafter;
-      }
-      if (reason === "length") note.textContent = `Ended at ${totalOf(answer)} tokens, the limit.`;
-      if (below < 80) list.scrollTop = list.scrollHeight; // unless the reader has scrolled up
     }
+  } finally {
+    if (due) paint(); // an answer that has ended is shown whole
   }
 }
 
@@ -205,7 +211,7 @@ async function compare(answer, body) {
   const controller = (running = new AbortController());
   busy(true);
   answer.plain = "running";
-  if (current() === answer) showNumbers(answer);
+  refresh(answer);
   const again = async (drafter) => {
     const found = { words: "", rate: 0 };
     for await (const { choices } of chat({ ...body, drafter }, controller.signal)) {
@@ -228,7 +234,7 @@ async function compare(answer, body) {
     running = null;
     busy(false);
   }
-  if (current() === answer) showNumbers(answer);
+  refresh(answer);
 }
 
 function busy(is) {
@@ -279,6 +285,7 @@ async function open(file) {
   $("welcome")?.remove();
   $("messages").append(article);
   try {
+    await begun;
     const { settings, judged, rows } = await readTrace(file);
     note.textContent = `Recorded with ${settings.model ?? "a model"}, drafter ${settings.drafter ?? "unknown"}.`;
     addTexts(rows, await textsOf(rows, note));
@@ -362,4 +369,4 @@ async function begin() {
   }
 }
 
-begin();
+const begun = begin(); // questions and traces wait for it: they use the model's name

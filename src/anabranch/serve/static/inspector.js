@@ -7,7 +7,7 @@ import { writeTrace } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
 const one = (value) => value.toFixed(value < 10 ? 2 : 1);
-let shown = null; // {answer, index, node}
+let shown = null; // {answer, index, node, walking}
 queueMicrotask(clear);
 
 export function make(name, attributes = {}, ...children) {
@@ -16,15 +16,13 @@ export function make(name, attributes = {}, ...children) {
   return made;
 }
 
-export const current = () => shown?.answer ?? null;
-
 // Show a step of an answer; `node` is that of the token pointed at. `walking` dims what was decoded later.
 export function show(answer, index = answer.steps.length - 1, { node = null, walking = false } = {}) {
   if (!answer.steps.length) return clear();
   const step = answer.steps[index];
   const same = shown?.answer === answer && shown.index === index && shown.node === node;
   if (shown?.answer !== answer) highlight(shown?.answer, null);
-  shown = { answer, index, node };
+  shown = { answer, index, node, walking };
   showNumbers(answer);
   for (const id of ["figures", "walk", "key", "save"]) $(id).hidden = false;
   $("step-title").textContent = `Step ${index + 1} of ${answer.steps.length}`;
@@ -43,6 +41,11 @@ export function show(answer, index = answer.steps.length - 1, { node = null, wal
   $("nodes").querySelector("table").replaceChildren(...tabulate(step, answer.judged));
 }
 
+// Show an answer that has changed at the same step as before, unless another one is shown.
+export function refresh(answer) {
+  if (shown?.answer === answer) show(answer, shown.index, shown);
+}
+
 export function clear() {
   shown = null;
   for (const id of ["figures", "walk", "tree", "key", "nodes", "save"]) $(id).hidden = true;
@@ -51,7 +54,7 @@ export function clear() {
   $("said").textContent = "Each pass of the model is a step. Answers and traces show theirs here.";
 }
 
-export function showNumbers(answer) {
+function showNumbers(answer) {
   const sum = totals(answer.steps);
   const spent = sum.draft + sum.pass + sum.other; // milliseconds
   const seconds = answer.stats ? answer.stats.seconds - answer.stats.prefill_seconds : spent / 1e3;
