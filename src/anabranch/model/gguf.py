@@ -409,7 +409,7 @@ def _without_bias(
 
 
 def _dequantized(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[np.float32]:
-    """The values of a tensor, pieces of its rows in parallel: gguf alone takes sixteen rows at a time, in one thread."""
+    """The values of a tensor, pieces of its rows in parallel; gguf takes sixteen rows at a time, in one thread."""
     if stored.dtype != np.uint8:  # floats
         return dequantize(stored, kind)
     rows = stored.reshape(-1, stored.shape[-1])
