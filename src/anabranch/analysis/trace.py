@@ -36,6 +36,7 @@ from anabranch.drafting.combined import ChoiceDrafter
 from anabranch.drafting.drafter import Drafter, Observation, Row, altered
 from anabranch.errors import CapabilityError, FileError
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Source
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.support.jsonfiles import is_number, is_whole, parse_json, parse_object, read_lines, shown
 from anabranch.tree import DraftTree
@@ -303,14 +304,14 @@ class Watched:
         self._drafted: dict[Row, _Seen] = {}  # at every position, before they are observed
         self._seen: dict[int, deque[_Seen]] = {}
 
-    def _check(self, sampling: SamplingParams, rule: Rule) -> None:
+    def _check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
         """Check the drafter; recording every position does not support *rejection*, which needs verified drafts."""
         if self.every_position and rule == "rejection":
             raise CapabilityError(
                 "recording every position verifies no drafts, but rule='rejection' can only replay verified ones; "
                 "use rule='match', or record as it decodes"
             )
-        self._kind.check(self.drafter, sampling, rule)
+        self._kind.check(self.drafter, sampling, rule, source)
 
     def _draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The drafter's trees; if every position is recorded, they are kept and roots are returned instead."""

@@ -351,8 +351,7 @@ class Batch:
                     "drafter='none' drafts nothing, not even a prediction; use another drafter, such as "
                     "'prompt_lookup', or leave the prediction out"
                 )
-        drafter.check(request.sampling.unconstrained, request.rule)
-        drafter.check_source(request.source)
+        drafter.check(request.sampling.unconstrained, request.rule, request.source)
 
     def _bare(self, member: Member) -> int:
         """Return how many of a row's first tokens are read without rows of the target's own."""

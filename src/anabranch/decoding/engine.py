@@ -28,7 +28,7 @@ from anabranch.decoding.batch import Batch, FinishReason, Member, Request, takes
 from anabranch.decoding.guided import guided
 from anabranch.decoding.scores import Scores
 from anabranch.drafting.combined import ChoiceDrafter
-from anabranch.drafting.drafter import Call, Drafter, Observation
+from anabranch.drafting.drafter import Call, DeviceDrafter, Drafter, Observation, ProbingDrafter
 from anabranch.errors import NumericsError
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import DeviceTrees, Inputs
@@ -303,7 +303,7 @@ class Engine(Batch):
             return None
         if any(member.drafter is not drafter or not member.greedy or member.unread for member in members):
             return None
-        if any(member.guided for member in members):
+        if any(member.guided for member in members) or not isinstance(drafter, DeviceDrafter):
             return None
         rows = [member.row for member in members]
         return drafter.draft_on_device(rows, self._plans[drafter].nodes, self.cache.lengths[: len(rows)])
@@ -334,6 +334,7 @@ class Engine(Batch):
         probes = [DraftTree.root(member.row.root) for member in members]
         for drafter, places in _by_drafter(members).items():
             if drafter.needs.probes and self._plans[drafter].nodes > 1:
+                assert isinstance(drafter, ProbingDrafter)
                 for b, probe in zip(places, drafter.probe([members[b].row for b in places]), strict=True):
                     probes[b] = probe
         return probes

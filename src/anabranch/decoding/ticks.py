@@ -352,7 +352,7 @@ class Ticks:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
         request = ticket.remaining
         prompt = list(request.prompt_ids)
-        most = min(len(prompt) - 1, drafter.recalls(prompt))
+        most = min(len(prompt) - 1, drafter.needs.recalled(prompt))
         if self.target.rider is not None:  # what was emitted has rows of the target's own, which no kept text has
             most = min(most, len(prompt) - 1 - request.emitted)
         if not most or not self.prefixes.most or request.source is not None:

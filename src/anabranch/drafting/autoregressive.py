@@ -19,6 +19,7 @@ from anabranch.drafting.reader import Continuations, Reader
 from anabranch.drafting.tree_settings import TreeSettings
 from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Source
 from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -49,9 +50,9 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         self.target, self.reader, self.settings, self.depth = target, reader, settings, depth
         self.adaptive, self.max_nodes = settings.adaptive, settings.size_for(depth)
 
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+    def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
         """*Rejection* needs trees that are verified as they were sampled."""
-        super().check(sampling, rule)
+        super().check(sampling, rule, source)
         if rule == "rejection" and (self.settings.kind == "best" or self.adaptive):
             what = "drafts that the load may cut" if self.adaptive else "best-first trees"
             raise CapabilityError(

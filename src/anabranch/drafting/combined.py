@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from anabranch.drafting.acceptance import best_nodes, merge
-from anabranch.drafting.drafter import Drafter, Needs, Observation, Row, Traits
+from anabranch.drafting.drafter import Drafter, Needs, Observation, ProbingDrafter, Row, Traits
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.encoder import Source
 from anabranch.model.passes import PassResult
@@ -55,20 +55,11 @@ class CombinedDrafter(Drafter):
         self.max_nodes = nodes
         self.needs = Needs.of(parts)
 
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """Every part must support *matching*."""
-        super().check(sampling, rule)
+    def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
+        """Every part must support *matching*, and read the source."""
+        super().check(sampling, rule, source)
         for part in self.parts:
-            part.check(sampling, "match")
-
-    def check_source(self, source: Source | None) -> None:
-        """Every part must be able to read it."""
-        for part in self.parts:
-            part.check_source(source)
-
-    def recalls(self, tokens: Sequence[int]) -> int:
-        """As many tokens as every part recalls."""
-        return min(part.recalls(tokens) for part in self.parts)
+            part.check(sampling, "match", source)
 
     def join(self, row: Row) -> None:
         """Every part sees the row."""
@@ -107,7 +98,7 @@ class CombinedDrafter(Drafter):
 
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """The probes of the one part that has some."""
-        return next(part for part in self.parts if part.needs.probes).probe(rows)
+        return next(part for part in self.parts if isinstance(part, ProbingDrafter)).probe(rows)
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Every part observes the outcome of the merged tree."""
@@ -139,15 +130,10 @@ class ChoiceDrafter(Drafter):
         self.adaptive = any(drafter.adaptive for drafter in drafters)
         self.needs = Needs(positions=max(drafter.margin for drafter in drafters))
 
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+    def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
         """Every drafter must support the request, since any may be chosen."""
         for drafter in self.drafters:
-            drafter.check(sampling, rule)
-
-    def check_source(self, source: Source | None) -> None:
-        """Every drafter must be able to read it."""
-        for drafter in self.drafters:
-            drafter.check_source(source)
+            drafter.check(sampling, rule, source)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """Never called."""

@@ -11,7 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
+    "DeviceDrafter",
     "Drafter",
     "Method",
     "Needs",
     "Observation",
+    "ProbingDrafter",
     "Row",
     "Traits",
     "altered",
@@ -57,14 +59,17 @@ class Needs:
 
     layers     the main rows' states before these layers, in ``PassResult.taps``
     prompt     whether those of the whole prompt are needed too, through ``Drafter.read``; that is not called for the
-               beginning of a prompt whose keys and values are known from an earlier text, as far as ``Drafter.recalls``
+               beginning of a prompt whose keys and values are known from an earlier text, as far as ``recalls`` says
+    recalls    counts the first tokens of a new row's prompt that need not be read again; None: all, or none where
+               prompts are needed
     rider      adds rows to the passes
-    probes     maximum number of nodes of a row's probe (``Drafter.probe``), not counting the root
+    probes     maximum number of nodes of a row's probe (``ProbingDrafter``), not counting the root
     positions  cache positions beyond a row's committed tokens that a step takes even if tree and probe take fewer
     """
 
     layers: tuple[int, ...] = ()
     prompt: bool = False
+    recalls: Callable[[Sequence[int]], int] | None = None
     rider: Rider | None = None
     probes: int = 0
     positions: int = 0
@@ -76,10 +81,17 @@ class Needs:
         return Needs(
             layers=tuple(sorted({layer for needs in each for layer in needs.layers})),
             prompt=any(needs.prompt for needs in each),
+            recalls=lambda tokens: min(needs.recalled(tokens) for needs in each),
             rider=next((needs.rider for needs in each if needs.rider is not None), None),
             probes=sum(needs.probes for needs in each),
             positions=max((drafter.margin for drafter in drafters), default=0),
         )
+
+    def recalled(self, tokens: Sequence[int]) -> int:
+        """Count the tokens at the beginning of a new row's prompt that the drafter need not read again."""
+        if self.recalls is not None:
+            return self.recalls(tokens)
+        return 0 if self.prompt else len(tokens)
 
 
 @dataclass(eq=False)
@@ -135,7 +147,7 @@ class Observation(NamedTuple):
     trees     the verified trees, after pruning
     live      whether each row continues
     budget    maximum number of nodes of the next draft; 1: nothing will be drafted, so nothing needs to be prepared
-    probed    for each row, the target's own token after each node of its probe (``Drafter.probe``), without the root
+    probed    for each row, the target's own token after each node of its probe (``ProbingDrafter``), without the root
     lead      whether to prepare the draft with a lead: with passes over a copy of the target
     """
 
@@ -191,20 +203,13 @@ class Drafter(ABC):
         """Cache positions that a step needs beyond a row's committed tokens."""
         return max(self.max_nodes + self.needs.probes, self.needs.positions)
 
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
-        """Raise CapabilityError if this drafter cannot serve such a request."""
+    def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
+        """Raise CapabilityError if this drafter cannot serve such a request, InputError for a source it cannot read."""
         if rule not in self.rules:
             raise CapabilityError(
                 f"the drafter {self.name!r} does not provide the distribution that its drafts were sampled from, so "
                 f"rule={rule!r} would not be exact; use rule='match'"
             )
-
-    def check_source(self, source: Source | None) -> None:  # noqa: B027 - most read none
-        """Raise InputError if this drafter cannot read the source of a request."""
-
-    def recalls(self, tokens: Sequence[int]) -> int:
-        """Count the tokens at the beginning of a new row's prompt that this drafter need not read again."""
-        return 0 if self.needs.prompt else len(tokens)
 
     def join(self, row: Row) -> None:  # noqa: B027 - most need nothing
         """A row joins the batch; its prompt has not been processed yet."""
@@ -216,21 +221,6 @@ class Drafter(ABC):
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One tree per row: at most ``budget`` nodes (counting the root), no deeper than ``row.max_depth``."""
 
-    def draft_on_device(self, rows: Sequence[Row], budget: int, lengths: Sequence[int]) -> DeviceTrees | None:
-        """The trees of greedy rows where a GPU grew them, for a pass that verifies them there; None: call ``draft``.
-
-        lengths  the tokens of each row in the cache
-        """
-        return None
-
-    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """Extra nodes for the pass, whose tokens are observed but never emitted; called if ``needs.probes``.
-
-        A tree below the row's root, no deeper than ``row.max_depth``. Asked for after ``draft``, unless nothing was to
-        be drafted; ``observe`` gets the target's own token after each of its nodes (``Observation.probed``).
-        """
-        return [DraftTree.root(row.root) for row in rows]
-
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:  # noqa: B027 - most need nothing
         """Observe the outcome of a step, and prepare the next draft."""
 
@@ -241,6 +231,26 @@ class Drafter(ABC):
     def depth_of(self, budget: int) -> int:
         """The maximum depth of a tree of ``budget`` nodes, which may affect the cost of preparing the draft."""
         return budget - 1
+
+
+@runtime_checkable
+class ProbingDrafter(Protocol):
+    """A drafter with ``needs.probes``: extra nodes in the pass, whose tokens are observed but never emitted."""
+
+    def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """A tree below each row's root, no deeper than ``row.max_depth``.
+
+        Called after ``draft``, unless nothing was to be drafted; ``observe`` gets the target's own token after each of
+        its nodes (``Observation.probed``).
+        """
+
+
+@runtime_checkable
+class DeviceDrafter(Protocol):
+    """A drafter whose trees a GPU can grow, for a pass that verifies them there."""
+
+    def draft_on_device(self, rows: Sequence[Row], budget: int, lengths: Sequence[int]) -> DeviceTrees | None:
+        """The trees of greedy rows, with the tokens of each row in the cache (``lengths``); None: call ``draft``."""
 
 
 D = TypeVar("D", bound=Drafter)

@@ -18,7 +18,7 @@ The authors' implementation files the n-gram of column 0 under the root, althoug
 what level 1 had guessed in the root's place. Here it is filed under that guess, so that every n-gram is a chain of
 tokens that the target said one after another; more guesses are right.
 
-Window nodes are probes (``Drafter.probe``): none of them is ever accepted, so they do not count as drafts.
+Window nodes are probes (``ProbingDrafter``): none of them is ever accepted, so they do not count as drafts.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Source
 from anabranch.model.passes import PassResult
 from anabranch.model.quantize import check_quantization
-from anabranch.sampling import gumbels, position_keys, process_logits, target_probs
+from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs
+from anabranch.verify import Rule
 
 __all__ = ["GUESSES", "DraftModelDrafter", "DraftModelSettings"]
 
@@ -136,8 +137,9 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
         """The draft model."""
         return self.reader.model
 
-    def check_source(self, source: Source | None) -> None:
-        """The draft model's own encoder reads it too."""
+    def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
+        """The draft model's own encoder reads the source too."""
+        super().check(sampling, rule, source)
         if self.model.encoder is not None:
             try:
                 self.model.encoder.check(source)

@@ -103,7 +103,7 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         settings = settings or EagleSettings()
         super().__init__(target, FeatureReader(self.layer), settings, settings.depth)
         self.module, self.static = module, settings.tree == "static"
-        self.needs = Needs(module.config.layers, prompt=True)
+        self.needs = Needs(module.config.layers, prompt=True, recalls=lambda tokens: self.reader.known(tokens)[0])
 
     def depth_of(self, budget: int) -> int:
         """At most ``tokens``, and less in small trees: a level takes a pass of the head."""
@@ -111,10 +111,6 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         return min(deepest, -(-2 * budget // 3)) if self.settings.kind != "chain" else deepest
 
     # -- rows ------------------------------------------------------------------------------------------
-    def recalls(self, tokens: Sequence[int]) -> int:
-        """Number of leading tokens that the head's cache holds from an earlier text."""
-        return self.reader.known(tokens)[0]
-
     @torch.inference_mode()
     def join(self, row: Row) -> None:
         """The row's own tokens are drafted too once they occur in its text."""

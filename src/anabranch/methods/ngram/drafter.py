@@ -12,6 +12,7 @@ from anabranch.drafting.draws import Draws
 from anabranch.drafting.grow import Child, Form, Growth, Node, grow
 from anabranch.errors import CapabilityError
 from anabranch.methods.ngram.model import NGramModel
+from anabranch.model.encoder import Source
 from anabranch.sampling import SamplingParams, generator, target_probs
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
@@ -40,9 +41,9 @@ class NGramDrafter(Drafter):
         self.model, self.chain, self.adaptive = model, chain, adaptive
         self.max_nodes = nodes
 
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+    def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
         """*Rejection* needs a chain that is sampled."""
-        super().check(sampling, rule)
+        super().check(sampling, rule, source)
         if rule == "rejection" and not self.chain:
             raise CapabilityError(
                 "best-first trees hold the most probable nodes, not sampled ones, so rule='rejection' is not exact; "

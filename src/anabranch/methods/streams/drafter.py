@@ -22,6 +22,7 @@ from anabranch.methods.streams.rider import StreamRider, trail
 from anabranch.methods.streams.trailing import Trailed, trailing
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Source
 from anabranch.model.graphs import span_bucket
 from anabranch.model.inputs import DeviceTrees
 from anabranch.model.passes import Rider
@@ -139,9 +140,9 @@ class StreamDrafter(Drafter):
             return self.tree.depth
         return self.tree.settings.streams(self.tree.depth, max(2, budget))
 
-    def check(self, sampling: SamplingParams, rule: Rule) -> None:
+    def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
         """*Rejection* needs sampled trees, verified without changes."""
-        super().check(sampling, rule)
+        super().check(sampling, rule, source)
         if rule == "rejection":
             if self.prune:
                 raise CapabilityError(
