@@ -82,7 +82,7 @@ def walk(arguments: list[str]) -> list[str]:
 def main() -> None:
     warnings.simplefilter("ignore")
     for module in pkgutil.walk_packages([str(PACKAGE)], "anabranch."):
-        if not re.search(r"\.servers|\.device\.|__main__|vllm", module.name):
+        if not re.search(r"\.servers|\.device\.|__main__|ray_serve|vllm", module.name):
             importlib.import_module(module.name)
     for name, arguments in WALKS.items():
         found = walk([*arguments, *MORE.get(name, [])])
