@@ -1,13 +1,13 @@
 """Train streams for a Qwen2 GGUF on a GPU that is lent for minutes: completions of prepared prompts, then the adapter.
 
-Two hundred thousand tokens take half a minute, since transformers decodes a thousand prompts at a time; the scheduler
-of this package decoded 2,354 tokens a second with 256 rows on an H200. Then training takes the seconds that are left.
+A thousand prompts are completed at a time. Then training takes the seconds that are left.
 
     python research/build_prompts.py --data DIR --out asked.jsonl
     python research/build_code_prompts.py --count 3600 --out code.jsonl
     python research/train_on_gpu.py prepare MODEL.gguf asked.jsonl code.jsonl --out prompts.jsonl
     python research/train_on_gpu.py split MODEL.gguf --megabytes 60 --out PARTS
-    python research/train_on_gpu.py train MODEL.gguf prompts.jsonl --seconds 190 --out ADAPTER
+    python research/train_on_gpu.py train MODEL.gguf --prompts prompts.jsonl --seconds 190 --out ADAPTER
+    python research/train_on_gpu.py train MODEL.gguf --answers ADAPTER.answers.jsonl --recipe paper-lossless --out PAPER
 
 ``prepare`` renders prompts as token ids on any machine, so that a lent one needs neither templates nor data. ``split``
 cuts a model into files that a narrow transfer takes; ``train`` puts MODEL.gguf together where it is missing and
@@ -20,26 +20,35 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import random
 import statistics
+import sys
 import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from anabranch.model.decoder import Decoder
-from anabranch.model.load import load_target
+from anabranch.model.load import Target, load_target
 from anabranch.prompts import chat_ids
+from anabranch.support.files import shown_command
 from anabranch.support.jsonfiles import read_rows
 from anabranch.train import read_data, train_adapter, trainable
 from anabranch.train.trainer import Progress
 
-LONGEST = 640  # tokens of a prompt
+LONGEST = 900  # tokens of a prompt
 BATCH = 1024  # prompts decoded at a time
+PREFILL = 32768  # tokens of prompts that are read at a time
+TOGETHER = 32  # tokens after which rows that have ended are dropped
 NEW = 320  # tokens of a completion, at most
 PROBE = 8  # steps that are timed to fit the epochs into the seconds that are left
+SHAPED = "default-adapter"  # the recipe that takes the shapes below
 RESERVE = 30.0  # seconds for the last evaluation and for writing
 # by the width of the target: at most 16 MB in bf16
 SHAPES: dict[int, dict[str, int]] = {
@@ -53,7 +62,7 @@ SHAPES: dict[int, dict[str, int]] = {
         "root_width": 320,
     },
 }
-STEPS = {"segment": 2048, "lr": 2e-3, "held_out": 24, "evaluate_every": 10**6}
+STEPS = {"segment": 2048, "lr": 2e-3, "held_out": 48, "evaluate_every": 10**6}
 LICENCES = {
     "code tasks": "CC0-1.0",
     "oasst1_en": "Apache-2.0",
@@ -63,21 +72,24 @@ LICENCES = {
     "wikitext2": "CC BY-SA 3.0",
     "e2e_nlg": "CC BY-SA 4.0",
     "gutenberg": "public domain",
+    "natural_questions": "CC BY-SA 3.0",
+    "ud_german_gsd": "CC BY-SA 4.0",
+    "ud_german_pud": "CC BY-SA 3.0",
+    "xquad_de": "CC BY-SA 4.0",
+    "xquad_en": "CC BY-SA 4.0",
 }
-# prompts of each source, at most
-MOST = {"wikitext2": 900, "gutenberg": 200}
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Render prompts as token ids, in random order."""
     target, rng = load_target(args.model), random.Random(0)
-    rows = [row for path in args.prompts for row in read_rows(path)]
+    rows = [row for path in args.prompts for _, row in read_rows(path)]
     rng.shuffle(rows)
     kept, counts = [], dict[str, int]()
     for number, row in enumerate(rows):
         source = row["source"]
         ids = chat_ids(target.tokenizer, row["prompt"], raw=not row.get("chat", True), model=target.name)
-        if len(ids) <= LONGEST and counts.get(source, 0) < MOST.get(source, len(rows)):
+        if len(ids) <= LONGEST and counts.get(source, 0) < args.most:
             counts[source] = counts.get(source, 0) + 1
             kept.append(json.dumps({"id": number, "source": source, "prompt_ids": ids}))
     args.out.write_text("\n".join(kept) + "\n", encoding="utf-8")
@@ -111,78 +123,91 @@ def join(model: Path, parts: Path) -> None:
     unfinished.rename(model)
 
 
-def in_transformers(decoder: Decoder) -> Any:
-    """The same weights as a model of transformers; they are shared, not copied."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
-
-    config, state = decoder.config, decoder.state_dict()
-    theirs = Qwen2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_positions,
-        rope_theta=config.rope.theta,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        model: Any = Qwen2ForCausalLM(theirs)
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    weights = {
-        "model.embed_tokens.weight": state["embedding.weight"],
-        "model.norm.weight": state["norm.weight"],
-        "lm_head.weight": state["head.weight"],
-    }
-    for layer in range(config.num_layers):
-        ours, name = f"blocks.{layer}.", f"model.layers.{layer}."
-        for kind in ("weight", "bias"):
-            parts = state[f"{ours}qkv.{kind}"].split([queries, keys, keys])
-            weights |= {f"{name}self_attn.{which}_proj.{kind}": part for which, part in zip("qkv", parts, strict=True)}
-        gate, up = state[f"{ours}mlp.up.weight"].chunk(2)
-        weights |= {
-            f"{name}self_attn.o_proj.weight": state[f"{ours}out.weight"],
-            f"{name}mlp.gate_proj.weight": gate,
-            f"{name}mlp.up_proj.weight": up,
-            f"{name}mlp.down_proj.weight": state[f"{ours}mlp.down.weight"],
-            f"{name}input_layernorm.weight": state[f"{ours}norm_in.weight"],
-            f"{name}post_attention_layernorm.weight": state[f"{ours}norm_mlp.weight"],
-        }
-    model.load_state_dict(weights, assign=True)
-    model.model.rotary_emb = Qwen2RotaryEmbedding(theirs).to(decoder.device)
-    return model.eval()
-
-
 @torch.inference_mode()
+def decode(decoder: Decoder, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """Greedy completions of at most ``new`` tokens, all prompts at once; they are padded on the left.
+
+    Keys and values of a layer are written in place, and attention reads them once for all heads that share them, so a
+    thousand rows of a 1.5B model take a few times as long as one. Rows that have ended are dropped now and then.
+    """
+    c, device, width = decoder.config, decoder.device, max(map(len, prompts))
+    ends = torch.tensor(c.eos_token_ids, device=device)
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    starts = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    shape = (len(prompts), c.num_kv_heads, width + new, c.head_dim)
+    held = [[torch.empty(shape, dtype=decoder.dtype, device=device) for _ in "kv"] for _ in decoder.blocks]
+    rope, scale = decoder.rope(), c.head_dim**-0.5
+
+    def layers(ids_BR: Tensor, rows: slice, first: int) -> Tensor:
+        """Tokens at places from ``first`` on -> the next token of each row."""
+        end = first + ids_BR.shape[1]
+        keys, own = torch.arange(end, device=device), torch.arange(first, end, device=device)[:, None]
+        seen = ((keys <= own) & (keys >= starts[rows, None, None])) | (keys == own)
+        cos, sin = rope((own[:, 0] - starts[rows, None]).clamp(min=0), width + new)
+        x = decoder.embedding(ids_BR)
+        for block, (keys_BKCE, values_BKCE) in zip(decoder.blocks, held, strict=True):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, cache: Any = (keys_BKCE, values_BKCE)) -> Tensor:
+                for kept, part in zip(cache, (k, v), strict=True):
+                    kept[rows, :, first:end] = part.transpose(1, 2)
+                k, v = (kept[rows, :, :end] for kept in cache)
+                b, r, h, e = q.shape
+                if r > 1:
+                    q, k, v = q.transpose(1, 2), *(part.repeat_interleave(h // part.shape[1], 1) for part in (k, v))
+                    a: Tensor = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)
+                    return a.transpose(1, 2).reshape(b, r, h * e)
+                scores = (q.view(b, k.shape[1], -1, e) @ k.transpose(2, 3)).float() * scale
+                weights = scores.masked_fill_(~seen[:, None], -math.inf).softmax(-1)
+                return (weights.to(v.dtype) @ v).view(b, 1, h * e)
+
+            x = block(x, cos, sin, attend)
+        following: Tensor = decoder.logits(decoder.normed(x[:, -1])).argmax(-1)
+        return following
+
+    at_once = max(1, PREFILL // width)
+    parts = [slice(start, start + at_once) for start in range(0, len(prompts), at_once)]
+    following = torch.cat([layers(ids[part], part, 0) for part in parts])
+    made: list[list[int]] = [[] for _ in prompts]
+    row_of = list(range(len(prompts)))
+    block: list[Tensor] = []
+    for place in range(width, width + new):
+        block.append(following)
+        if len(block) == TOGETHER or place == width + new - 1:
+            for row, tokens in zip(row_of, torch.stack(block, 1).tolist(), strict=True):
+                made[row] += tokens
+            going = ~torch.isin(torch.stack(block, 1), ends).any(1)
+            block = []
+            kept = going.nonzero()[:, 0]
+            if not len(kept):
+                break
+            row_of = [row_of[each] for each in kept.tolist()]
+            following, starts = following[kept], starts[kept]
+            if len(kept) < len(going):
+                held = [[part.index_select(0, kept) for part in layer] for layer in held]
+        if place < width + new - 1:
+            following = layers(following[:, None], slice(None), place)
+    stops = set(c.eos_token_ids)
+    return [row[: next((at for at, token in enumerate(row, 1) if token in stops), len(row))] for row in made]
+
+
 def complete(decoder: Decoder, prompts: Path, out: Path, until: float, batch: int) -> None:
-    """Greedy completions, a batch at a time, the last one begun before ``until``."""
-    rows = sorted(read_rows(prompts), key=lambda row: len(row["prompt_ids"]))
-    groups = [rows[start : start + batch] for start in range(0, len(rows), batch)]
-    random.Random(1).shuffle(groups)
-    model, ends = in_transformers(decoder), list(decoder.config.eos_token_ids)
+    """Greedy completions, a batch of prompts of like lengths at a time, the last one begun before ``until``."""
+    rows = [row for _, row in read_rows(prompts)]
+    pieces = [
+        sorted(rows[n : n + 4 * batch], key=lambda row: len(row["prompt_ids"])) for n in range(0, len(rows), 4 * batch)
+    ]
+    ordered, total = [row for piece in pieces for row in piece], 0
     with out.open("w", encoding="utf-8") as file:
-        for group in groups:
+        for start in range(0, len(ordered), batch):
             if time.monotonic() > until:
                 break
-            width = max(len(row["prompt_ids"]) for row in group)
-            short = [width - len(row["prompt_ids"]) for row in group]
-            ids = [[ends[-1]] * pad + row["prompt_ids"] for pad, row in zip(short, group, strict=True)]
-            mask = [[0] * pad + [1] * (width - pad) for pad in short]
-            made = model.generate(
-                torch.tensor(ids, device=decoder.device),
-                attention_mask=torch.tensor(mask, device=decoder.device),
-                max_new_tokens=NEW,
-                do_sample=False,
-                eos_token_id=ends,
-                pad_token_id=ends[-1],
-            )
-            for row, answer in zip(group, made[:, width:].tolist(), strict=True):
-                end = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
-                file.write(json.dumps({**row, "answer_ids": answer[:end]}) + "\n")
-            print(f"{len(group)} prompts of up to {width} tokens completed", flush=True)
+            group = ordered[start : start + batch]
+            answers = decode(decoder, [row["prompt_ids"] for row in group], NEW)
+            for row, answer in zip(group, answers, strict=True):
+                file.write(json.dumps({**row, "answer_ids": answer}) + "\n")
+            total += sum(map(len, answers))
+            width = len(group[-1]["prompt_ids"])
+            print(f"{len(group)} prompts of up to {width} tokens completed, {total} tokens so far", flush=True)
 
 
 class _TimedError(Exception):
@@ -194,13 +219,40 @@ def train(args: argparse.Namespace) -> None:
     began = time.monotonic()
     if not args.model.exists() and args.parts is not None:
         join(args.model, args.parts)
-    target, answers = load_target(args.model, device=args.device), args.out.with_suffix(".answers.jsonl")
+    target = load_target(str(args.model), dtype="bfloat16", device=args.device)
+    answers = args.out.with_suffix(".answers.jsonl")
     print(f"{time.monotonic() - began:.0f} s: loaded", flush=True)
-    complete(target.decoder, args.prompts, answers, began + args.share * args.seconds, args.batch)
-    shape = SHAPES.get(target.decoder.config.hidden_size, SHAPES[896])
-    steps = {**STEPS, "batch_tokens": args.batch_tokens, "recompute": args.recompute}
-    method = trainable("streams")
-    assert method.trained is not None
+    if args.prompts is not None:
+        complete(target.decoder, args.prompts, answers, began + args.share * args.seconds, args.batch)
+    if args.answers:  # no prompt is learned twice
+        paths = (path for path in (answers, *args.answers) if path.exists())
+        rows = {tuple(row["prompt_ids"]): row for path in paths for _, row in read_rows(path)}
+        answers.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
+    print(f"{time.monotonic() - began:.0f} s: completed", flush=True)
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    shape = SHAPES.get(target.decoder.config.hidden_size, {}) if args.recipe == SHAPED and args.init is None else {}
+    given: dict[str, Any] = {**STEPS, **shape, "batch_tokens": args.batch_tokens, "recompute": args.recompute}
+    if args.lr is not None:
+        given["lr"] = args.lr
+    step, each = _rate(args, target, answers, given)
+    left = args.seconds - (time.monotonic() - began) - RESERVE
+    epochs = round(max(0.05, left / step / each), 2)
+    print(f"{step:.3f} s a step, {epochs} epochs of {each} steps", flush=True)
+    steps = max(1, int(epochs * each))
+    given |= {"epochs": epochs, "warmup": min(50, 1 + steps // 10), "evaluate_every": 1 + steps // args.evaluations}
+
+    def told(progress: Progress) -> None:
+        if progress.evaluation is not None or progress.step % 20 == 0:
+            accuracy = [round(share, 3) for share in progress.accuracy]
+            print(f"step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, {accuracy}", flush=True)
+
+    record = _fit(args, target, answers, given, told, args.out)
+    print(json.dumps({name: record[name] for name in ("parameters", "bytes", "measured")}))
+
+
+def _rate(args: argparse.Namespace, target: Target, answers: Path, given: dict[str, Any]) -> tuple[float, int]:
+    """Seconds of a step, and steps of an epoch."""
     marks: list[float] = []
 
     def timed(progress: Progress) -> None:
@@ -208,26 +260,31 @@ def train(args: argparse.Namespace) -> None:
         if progress.step >= PROBE:
             raise _TimedError(progress.steps)
 
-    def told(progress: Progress) -> None:
-        if progress.step % 20 == 0 or progress.step == progress.steps:
-            print(f"step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, {progress.accuracy}", flush=True)
+    try:
+        _fit(args, target, answers, {**given, "epochs": 1.0, "warmup": 1}, timed, args.out.with_suffix(".probe"))
+    except _TimedError as timing:
+        return statistics.median(after - before for before, after in pairwise(marks[2:])), timing.args[0]
+    raise ValueError(f"{answers} has fewer completions than {PROBE} steps take; complete more prompts")
 
-    epochs = 1.0
-    for report, folder in ((timed, args.out.with_suffix(".probe")), (told, args.out)):
-        recipe = method.trained.recipe("default-adapter", {**shape, **steps, "epochs": epochs})
-        examples = read_data(target, recipe, answers=answers)
-        try:
-            record = train_adapter(
-                target, method, recipe, examples, folder, report=report, resume=False, licences=LICENCES,
-                command=f"python research/train_on_gpu.py train {args.model.name} {args.prompts.name}",
-            )  # fmt: skip
-        except _TimedError as timing:
-            step = statistics.median(after - before for before, after in pairwise(marks[2:]))
-            left = args.seconds - (time.monotonic() - began) - RESERVE
-            epochs = round(max(0.05, left / step / timing.args[0]), 2)
-            print(f"{step:.3f} s a step, {epochs} epochs of {timing.args[0]} steps", flush=True)
-            continue
-        print(json.dumps({name: record[name] for name in ("parameters", "bytes", "measured")}))
+
+def _fit(
+    args: argparse.Namespace,
+    target: Target,
+    answers: Path,
+    given: dict[str, Any],
+    report: Callable[[Progress], None],
+    out: Path,
+) -> dict[str, Any]:
+    """Train streams on the completions, and return their record."""
+    method = trainable("streams")
+    assert method.trained is not None
+    recipe = method.trained.training.recipe(args.recipe, given)
+    examples = read_data(target, recipe, answers=answers, anybodys=True)
+    command = shown_command("python", "research/train_on_gpu.py", *sys.argv[1:])
+    return train_adapter(
+        *(target, method, recipe, examples, out),
+        report=report, resume=False, licences=LICENCES, init=args.init, command=command,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -236,6 +293,7 @@ def main() -> None:
     preparing = verbs.add_parser("prepare")
     preparing.add_argument("model", type=Path)
     preparing.add_argument("prompts", type=Path, nargs="+")
+    preparing.add_argument("--most", type=int, default=1000, help="prompts of a source")
     preparing.add_argument("--out", type=Path, required=True)
     preparing.set_defaults(run=prepare)
     splitting = verbs.add_parser("split")
@@ -245,9 +303,14 @@ def main() -> None:
     splitting.set_defaults(run=split)
     training = verbs.add_parser("train")
     training.add_argument("model", type=Path)
-    training.add_argument("prompts", type=Path)
+    training.add_argument("--prompts", type=Path, help="prompts to complete")
+    training.add_argument("--answers", type=Path, nargs="*", default=[], help="completions that are there already")
+    training.add_argument("--recipe", default=SHAPED)
+    training.add_argument("--init", help="an adapter to start from, by its folder or its name")
+    training.add_argument("--lr", type=float, help="learning rate")
     training.add_argument("--seconds", type=float, default=600.0, help="for everything")
     training.add_argument("--share", type=float, default=0.45, help="of the seconds in which completions are begun")
+    training.add_argument("--evaluations", type=int, default=2, help="on the way")
     training.add_argument("--parts", type=Path, help="the folder of the model's parts, where the model is missing")
     training.add_argument("--batch", type=int, default=BATCH, help="prompts that are decoded at a time")
     training.add_argument("--batch-tokens", type=int, default=8192, help="of a step; less for less memory")

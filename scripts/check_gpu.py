@@ -53,6 +53,7 @@ from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.device import layers
+from anabranch.model.device.cases import cases, difference
 from anabranch.model.families import model_config
 from anabranch.model.load import Target
 from anabranch.model.weights import random_decoder
@@ -162,6 +163,7 @@ def certified(check: Check) -> None:
 
 def fused(check: Check) -> None:
     """The fused kernels against their definitions, and what they are worth."""
+    _agreement(check)
     began = time.monotonic()
     trusted = layers.trusted(check.device)
     check.say("fused", trusted=trusted, seconds=round(time.monotonic() - began, 1))
@@ -178,6 +180,23 @@ def fused(check: Check) -> None:
             check.say("fused", model=name, spec=spec, ms=found)
         del target, engine
         check.free()
+
+
+def _agreement(check: Check) -> None:
+    """The operations whose kernels differ from their definitions, and how."""
+    try:
+        from anabranch.model.device.kernels import KERNELS
+    except ImportError:
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        differ: dict[str, list[str]] = {}
+        for case in cases(dtype, every=layers.EVERY):
+            try:
+                why = difference(case, KERNELS, check.device)
+            except Exception as error:  # the other cases go on
+                why = f"{type(error).__name__}: {error}"[-1500:]
+            differ.setdefault(case.name, []).extend(filter(None, [why]))
+        check.say("agreement", dtype=str(dtype), differences=differ)
 
 
 def _ms(check: Check, engine: Engine) -> float:
@@ -222,6 +241,10 @@ def launches(check: Check) -> None:
         kept = {name: counts[name] / steps for name in of if name in counts}
         on_device = sum(e.count for e in profile.key_averages() if e.device_type == torch.profiler.DeviceType.CUDA)
         check.say("launches", spec=spec, ms=round(ms, 3), on_device=on_device / steps, **kept)
+        longest = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:12]
+        for event in longest:
+            each = event.self_device_time_total / steps
+            print(f"    {each:8.1f} us a step in {event.count / steps:6.1f} of {event.key[:90]}")
         engine.clear()
 
 

@@ -1,4 +1,4 @@
-"""``research/train_on_gpu.py`` before a GPU is at hand: parts of a model, and the model in transformers."""
+"""``research/train_on_gpu.py`` before a GPU is at hand: parts of a model, completions and a training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import train_on_gpu
-from anabranch.model.cache import Cache
-from anabranch.model.inputs import Inputs
+from anabranch.decoding.engine import Request
 from anabranch.model.weights import build_decoder
-from small import LLAMA, prompt, randomise
+from small import LLAMA, plain, prompt, randomise
 
 
 def test_a_model_is_put_together_from_its_parts(tmp_path: Path) -> None:
@@ -32,13 +30,13 @@ def test_a_model_is_put_together_from_its_parts(tmp_path: Path) -> None:
     assert sorted(path.name for path in there.iterdir()) == ["m.gguf"]
 
 
-@torch.inference_mode()
-def test_transformers_has_the_same_model() -> None:
+def test_many_prompts_are_completed_as_one_at_a_time() -> None:
     decoder = build_decoder(replace(LLAMA, family="qwen2", qkv_bias=True), device="cpu")
     randomise(decoder, seed=3)
-    text = prompt(12)
-    cache = Cache(decoder.config, rows=1, capacity=32, dtype=decoder.dtype, device=decoder.device)
-    cache.add_row()
-    ours = decoder(Inputs.of_prompt(text), cache).logits_MV
-    theirs = train_on_gpu.in_transformers(decoder)(torch.tensor([text])).logits[0]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    prompts = [prompt(length, seed=length) for length in (12, 3, 7, 1)]
+    alone = [tokens for text in prompts for tokens in plain(decoder, [Request(text, 40)])]
+    decoder.config = replace(decoder.config, eos_token_ids=(alone[0][4], alone[2][-2]))
+    ends = set(decoder.config.eos_token_ids)
+    until = [next((n for n, token in enumerate(text, 1) if token in ends), len(text)) for text in alone]
+    assert min(until) < 34 < max(until)
+    assert train_on_gpu.decode(decoder, prompts, 40) == [text[:end] for text, end in zip(alone, until, strict=True)]
