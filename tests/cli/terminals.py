@@ -42,7 +42,7 @@ class Terminal:
     def send(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
-    def expect(self, text: str, *, seconds: float = 60) -> str:
+    def expect(self, text: str, *, seconds: float = 300) -> str:
         """Read until ``text`` was shown since the last call; returns all that was, without escape sequences."""
         ends = time.monotonic() + seconds
         while True:
@@ -58,7 +58,7 @@ class Terminal:
                 assert raw is not None, f"ended before {text!r}; shown was {shown!r}"
                 self.seen += raw
 
-    def ended(self, *, seconds: float = 60) -> str:
+    def ended(self, *, seconds: float = 300) -> str:
         """Wait for the end; returns what was shown since the last ``expect`` and sets ``code``."""
         ends = time.monotonic() + seconds
         while True:

@@ -22,10 +22,10 @@ from toy_text import ToyFolders
 from verbs import Anabranch
 
 SLOWLY = """
-import time
+import itertools, time
 from anabranch.decoding.engine import Engine
-step = Engine.step
-Engine.step = lambda engine: time.sleep(0.2) or step(engine)
+step, number = Engine.step, itertools.count()
+Engine.step = lambda engine: time.sleep(min(0.5, 0.05 * next(number))) or step(engine)
 from anabranch.cli import main
 main()
 """
@@ -294,7 +294,7 @@ def test_a_real_terminal(where: list[object], model: Model, tmp_path: Path) -> N
 def _long_answer(model: Model) -> tuple[str, str]:
     """A question that the toy answers at length, and the first letter of the answer.
 
-    The first word is short: words are shown whole, and a token takes a fifth of a second.
+    The first word is short: words are shown whole, and a token takes up to half a second.
     """
     for question in ("one two three", "song", "so they say", "another"):
         answer = model.chat([{"role": "user", "content": question}], max_new_tokens=60, drafter="none")
@@ -313,7 +313,7 @@ def test_ctrl_c_at_the_prompt_of_a_real_pipe(toys: ToyFolders) -> None:
         while "tokens/s" not in (line := chat.stderr.readline()):  # a warning about the toy comes first
             assert line, "it ended without an answer"
         chat.send_signal(signal.SIGINT)
-        _, err = chat.communicate(timeout=60)
+        _, err = chat.communicate(timeout=300)
     assert chat.returncode == 130
     assert "stopped" in err
     assert "Traceback" not in err

@@ -145,7 +145,7 @@ def test_standard_input_must_be_utf_8(anabranch: Anabranch) -> None:
 
 
 def test_a_real_pipe_of_invalid_utf_8_is_refused() -> None:
-    done = subprocess.run([*PROGRAM, "generate", "-"], input=b"caf\xe9", capture_output=True, check=False, timeout=120)
+    done = subprocess.run([*PROGRAM, "generate", "-"], input=b"caf\xe9", capture_output=True, check=False, timeout=300)
     assert done.returncode == 1
     assert b"byte 0xe9 at offset 3" in done.stderr
     assert done.stdout == b""

@@ -28,12 +28,12 @@ def test_it_prints_its_url_answers_and_drains_on_sigterm(where: list[object], mo
             preset = [process.stdout.readline().strip() for _ in range(9)]
             assert preset[:4] == ["", "Codex (~/.codex/config.toml):", "", 'model = "toy"']
             assert preset[-1] == f'base_url = "{url}/v1"'
-            assert httpx.get(url + "/v1/models", timeout=60).json()["data"][0]["id"] == "toy"
+            assert httpx.get(url + "/v1/models", timeout=300).json()["data"][0]["id"] == "toy"
             answers: list[Any] = []
             body = {"prompt": "the thing", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
 
             def ask() -> None:
-                with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+                with httpx.stream("POST", url + "/v1/completions", json=body, timeout=300) as response:
                     for line in response.iter_lines():
                         answers.append(line)
                         started.set()
@@ -41,10 +41,10 @@ def test_it_prints_its_url_answers_and_drains_on_sigterm(where: list[object], mo
             started = threading.Event()
             asking = threading.Thread(target=ask)
             asking.start()
-            started.wait(60)
+            started.wait(300)
             process.send_signal(signal.SIGTERM)
             asking.join()
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 143

@@ -16,7 +16,7 @@ GENERATE = f"{CLI} generate --model {{}} --raw --max-new-tokens 8 --drafter none
 
 def run(command: str, folder: Path) -> tuple[int, str]:
     """Exit status and standard error of a command in a shell."""
-    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120, cwd=folder)
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=300, cwd=folder)
     return done.returncode, done.stderr
 
 

@@ -6,12 +6,14 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 
 from anabranch.api import Model
@@ -54,6 +56,53 @@ class Server:
                     found.append((name, json.loads(line.removeprefix("data: "))))
         return found
 
+    @contextmanager
+    def leaving(self, path: str, **body: Any) -> Iterator[None]:
+        """Send a request whose client goes away at the end of the block without having read anything."""
+        url, content = httpx.URL(self.url), json.dumps(body)
+        head = f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((url.host, url.port)) as client:
+            client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+            yield
+
+
+class Gate:
+    """Holds a server's decoding thread: while requests come and go, only those passes run that are let through."""
+
+    def __init__(self, server: Server, passes: int = 0) -> None:
+        self._worker, self._passes, self._opened = server.service.worker, passes, threading.Event()
+        self._run = self._worker._pass
+
+    def __enter__(self) -> Gate:
+        self._worker._pass = self._held  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        self._worker._pass = self._run  # type: ignore[method-assign]
+
+    def let(self, passes: int) -> None:
+        self._passes = passes
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def _held(self) -> None:
+        while not (self._passes or self._opened.wait(0.002)):
+            if not self._worker._inbox.empty():
+                return
+        self._passes = max(0, self._passes - 1)
+        self._run()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that another thread does, for five minutes at most."""
+    limit = time.monotonic() + 300
+    while not condition():
+        if time.monotonic() > limit:
+            pytest.fail("the condition did not become true")
+        time.sleep(0.005)
+
 
 @contextmanager
 def running(settings: Settings = SETTINGS, *, traces: Any = None, **toy: Any) -> Iterator[Server]:
@@ -77,7 +126,7 @@ def serving(model: Model, settings: Settings, reference: Model, *, traces: Any =
     thread.start()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        with httpx.Client(base_url=url, timeout=60, transport=httpx.HTTPTransport(retries=50)) as client:
+        with httpx.Client(base_url=url, timeout=300, transport=httpx.HTTPTransport(retries=50)) as client:
             yield Server(url, app.state.service, client, reference)
     finally:
         server.should_exit = True

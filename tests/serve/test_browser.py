@@ -9,8 +9,6 @@ import json
 import os
 import re
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -19,16 +17,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from served import SETTINGS, Server, running, serving
+from served import SETTINGS, Gate, Server, running, serving, until
 
 from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.api import Model
-from anabranch.serve.worker import Worker
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium")
 expect = sync_api.expect
-expect.set_options(timeout=60_000)
+expect.set_options(timeout=120_000)
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
@@ -58,7 +55,7 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
         context = browser.new_context(color_scheme=scheme, viewport=size)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("request", lambda request: asked.append((server.url, request.url)))
@@ -70,25 +67,6 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
         context.close()
     assert [text for text in wrong if not text.startswith("Failed to load resource")] == []  # a refusal, or no server
     assert [url for base, url in asked if not url.startswith((base, "blob:"))] == []
-
-
-class Gate:
-    """Holds a server's decoding thread after some passes until it is opened, or is asked for something."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left, self._opened = 12, threading.Event()  # passes: enough for a few letters
-        as_fast = Worker._pass
-
-        def held(worker: Worker) -> None:
-            while not self.left and worker._inbox.empty() and not self._opened.wait(0.01):
-                pass
-            self.left = max(0, self.left - 1)
-            as_fast(worker)
-
-        monkeypatch.setattr(Worker, "_pass", held)
-
-    def open(self) -> None:
-        self._opened.set()
 
 
 def ask(page: Any, text: str = MESSAGE) -> Any:
@@ -186,9 +164,8 @@ def test_nothing_needs_a_mouse(server: Server, open_page: OpenPage) -> None:
     expect(page.locator("article").last).to_contain_text("Ended at 3 tokens")
 
 
-def test_what_was_pointed_at_stays_while_the_answer_grows(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    with running(eos=()) as server:
+def test_what_was_pointed_at_stays_while_the_answer_grows(open_page: OpenPage) -> None:
+    with running(eos=()) as server, Gate(server, passes=12) as gate:
         page = open_page(server)
         page.get_by_role("textbox", name="Message").fill("the thing")
         page.keyboard.press("Enter")
@@ -222,9 +199,8 @@ def test_texts_of_the_model_are_never_markup(server: Server, open_page: OpenPage
     expect(page.get_by_role("alert")).to_contain_text("is not JSON")
 
 
-def test_stop_frees_the_row(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    Gate(monkeypatch)
-    with running(eos=()) as server:
+def test_stop_frees_the_row(open_page: OpenPage) -> None:
+    with running(eos=()) as server, Gate(server, passes=12):
         page = open_page(server)
         page.get_by_role("textbox", name="Message").fill("the thing")
         page.keyboard.press("Enter")
@@ -232,10 +208,7 @@ def test_stop_frees_the_row(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
         assert server.client.get("/slots").json()
         page.get_by_role("button", name="Stop").click()
         expect(page.locator("article .note")).to_have_text("Stopped.")
-        limit = time.monotonic() + 60
-        while server.client.get("/slots").json():
-            assert time.monotonic() < limit
-            time.sleep(0.02)
+        until(lambda: not server.client.get("/slots").json())
         words = page.locator("article .text").evaluate("node => node.textContent")
         assert words
         with page.expect_request("**/chat/completions") as request:  # it is part of the conversation

@@ -41,7 +41,7 @@ def _lines(server: Server, name: str) -> str:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(server: Server, keyed: Server) -> None:
     for each in (server, keyed):
-        done = subprocess.run(["bash", "-c", _lines(each, "curl")], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", _lines(each, "curl")], capture_output=True, text=True, timeout=300)
         assert done.stdout.rstrip().endswith("data: [DONE]"), done
 
 
@@ -55,9 +55,9 @@ def test_llm(server: Server, keyed: Server, tmp_path: Path) -> None:
         env = {**os.environ, "LLM_USER_PATH": str(home), "LLM_LOAD_PLUGINS": ""}
         (home / "extra-openai-models.yaml").write_text(_lines(each, "llm"))
         if each is keyed:
-            subprocess.run([*llm, "keys", "set", "served", "--value", KEY], env=env, check=True, timeout=60)
+            subprocess.run([*llm, "keys", "set", "served", "--value", KEY], env=env, check=True, timeout=300)
         asked = [*llm, "-m", "served", "-o", "max_tokens", "8", "the thing"]
-        done = subprocess.run(asked, env=env, capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+        done = subprocess.run(asked, env=env, capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done
         assert done.stdout
 

@@ -79,7 +79,8 @@ class Traces:
                     self._describe(span, operation, call)
 
     def _describe(self, span: trace.Span, operation: str, call: Call) -> None:
-        offset = time.time() - time.monotonic()
+        # the least delayed of three: a thread switch between the two clocks would put events before the span
+        offset = max(time.time() - time.monotonic() for _ in range(3))
         for number, job in enumerate(call.jobs):
             which = {"anabranch.sequence": number} if len(call.jobs) > 1 else {}
             for name, begun in PHASES.items():
