@@ -25,7 +25,7 @@ __all__ = ["certificate", "one_row", "several_rows", "step_costs"]
 
 Records = list[dict[str, Any]]
 Report = Callable[[str], None]
-LEFT_OUT = ("tokens_per_second_by_prompt", "accepted_per_step", "token_ms_by_part", "sources")
+LEFT_OUT = ("accepted_per_step", "token_ms_by_part", "sources")
 
 
 def one_row(

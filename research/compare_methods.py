@@ -124,6 +124,7 @@ class Comparison:
             "dtype": str(target.decoder.dtype).removeprefix("torch."),
             "suite": Path(args.suite).name,
             "prompts_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+            "tasks": [prompt.task for prompt in self.suite],
             **{name: getattr(args, name) for name in (*sizes, "certify_limit", "certify_tokens", "certify_rows")},
         }
 

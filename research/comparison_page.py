@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import larger_targets
 from benchmark_tables import table
 from comparison_tables import (
     acceptance,
@@ -25,6 +26,7 @@ from speed_chart import speed_chart
 
 PAGE = "docs/comparison.md"
 START, END = "<!-- results: research/comparison_page.py -->", "<!-- end of results -->"
+LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->"
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
@@ -32,7 +34,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Mean acceptance length by task", "", acceptance),
     (
         "Times plain decoding by task",
-        "Tokens per second over plain decoding's, of all prompts of a task.",
+        "Tokens per second over plain decoding's, of all prompts of a task; in brackets, where the result has rates by "
+        "prompt, the middle 95 % over resampled prompts (bootstrap).",
         speeds,
     ),
     ("Cost of a step", "One prompt at a time; medians over prompts.", costs),
@@ -64,6 +67,7 @@ def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
+    text = between(PAGE, text, LARGER, larger_targets.lines())
     latest = newest("methods-*.json")
     if latest is None:
         return {PAGE: between(PAGE, text, (START, END), ["No result has been committed yet.", ""])}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench.cells import CALL_TITLES, call_cells
 from benchmark_tables import machine_line, table
+from intervals import task_cell
 from speed_chart import Dot
 
 __all__ = [
@@ -153,19 +154,36 @@ def acceptance(result: Result) -> list[str]:
 
 
 def speeds(result: Result) -> list[str]:
-    """Tokens/s over plain decoding's by task: of ``auto`` if the method has it, otherwise of each fixed size."""
+    """Tokens/s over plain decoding's by task: of ``auto`` if the method has it, otherwise of each fixed size.
+
+    With intervals by bootstrap over prompts, where the result has rates by prompt.
+    """
     records = ((method, _alone(method)) for method in _methods(result))
     chosen = ((method, [r for r in found if r["name"] == LOAD] or _fixed(found)) for method, found in records)
-    return _by_task(((method, record) for method, found in chosen for record in found), "speedup_total")
+    by_prompt = result["run"].get("tasks", [])
+    return _by_task(
+        ((method, record) for method, found in chosen for record in found),
+        "speedup_total",
+        lambda method, record, task: task_cell(record, _part(method, "1 row, none")[0], by_prompt, task),
+    )
 
 
-def _by_task(records: Iterable[tuple[Method, Record]], key: str) -> list[str]:
+def _by_task(
+    records: Iterable[tuple[Method, Record]],
+    key: str,
+    interval: Callable[[Method, Record, str | None], str] = lambda method, record, task: "-",
+) -> list[str]:
+    """A row per record. ``interval`` gives a value with its interval, "-" where there is none; no task is all."""
     tasks: list[str] = []
     lines = []
     for method, record in records:
         tasks = tasks or list(record["by_task"])
-        values = (record["by_task"].get(task, {}).get(key) for task in tasks)
-        lines.append([f"`{method['name']}`", record["name"], _number(record.get(key)), *map(_number, values)])
+        parts = {None: record, **{task: record["by_task"].get(task, {}) for task in tasks}}
+        told = (interval(method, record, task) for task in parts)
+        cells = [
+            _number(part.get(key)) if cell == "-" else cell for part, cell in zip(parts.values(), told, strict=True)
+        ]
+        lines.append([f"`{method['name']}`", record["name"], *cells])
     titles = ["method", "draft", "all", *(task.replace("_", " ") for task in tasks)]
     return table(titles, lines, left=2)
 

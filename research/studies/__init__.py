@@ -15,6 +15,7 @@ from studies import (
     peeking,
     pruning,
     quantization,
+    roofline,
     sampling,
     staged,
 )
@@ -39,5 +40,6 @@ STUDIES: tuple[Study, ...] = (
     long_context.STUDY,
     leviathan.STUDY,
     leviathan.T5,
+    roofline.STUDY,
     staged.STUDY,
 )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import compare_methods
 import comparison_page
+import comparison_tables
 from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.suites import SuitePrompt
@@ -38,6 +39,7 @@ from cases import (
     rejection_spec,
     unique,
 )
+from intervals import speedup_interval, task_cell
 from parts import Parts
 from toy_text import ToyFolders
 
@@ -353,3 +355,34 @@ def test_the_scripts(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_page_is_that_of_the_newest_result() -> None:
     for name, text in comparison_page.outputs().items():
         assert (comparison_page.ROOT / name).read_text(encoding="utf-8") == text, name
+
+
+# -- intervals ------------------------------------------------------------------------------------------------------
+def rated(tokens: list[int], rates: list[float]) -> dict[str, Any]:
+    return {"tokens_by_prompt": tokens, "tokens_per_second_by_prompt": rates}
+
+
+def test_a_speedup_has_an_interval_over_prompts() -> None:
+    plain, same, mixed = rated([10, 30], [10, 10]), rated([10, 30], [20, 20]), rated([10, 30], [10, 30])
+    assert speedup_interval(same, plain, [0, 1]) == pytest.approx((2, 2, 2)), "no spread over prompts, no interval"
+    assert speedup_interval(mixed, plain, [0, 1]) == pytest.approx((2, 1, 3)), "4 seconds by 2, and one prompt alone"
+    assert speedup_interval(mixed, plain, [1]) == pytest.approx((3, 3, 3))
+    assert speedup_interval(mixed, plain, []) is None
+    assert speedup_interval({}, plain, [0]) is None
+    assert [task_cell(mixed, plain, ["qa", "rag"], task) for task in (None, "rag", "other")] == [
+        "2.00 (1.00-3.00)",
+        "3.00 (3.00-3.00)",
+        "-",
+    ]
+
+
+def test_the_speeds_by_task_have_intervals_where_rates_are_kept() -> None:
+    by_task = {"qa": {"speedup_total": 1.0}, "rag": {"speedup_total": 3.0}}
+    record = {"name": "8 nodes", "speedup_total": 2.0, "by_task": by_task, **rated([10, 30], [10, 30])}
+    parts = {"1 row, none": [{"name": "none", **rated([10, 30], [10, 10])}, record]}
+    result = {"run": {"tasks": ["qa", "rag"]}, "compared": [{"name": "heads", "parts": parts}]}
+    assert comparison_tables.speeds(result)[-2] == (
+        "| `heads` | 8 nodes | 2.00 (1.00-3.00) | 1.00 (1.00-1.00) | 3.00 (3.00-3.00) |"
+    )
+    del result["run"]["tasks"]
+    assert comparison_tables.speeds(result)[-2] == "| `heads` | 8 nodes | 2.00 | 1.00 | 3.00 |"

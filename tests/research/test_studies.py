@@ -348,6 +348,21 @@ def test_the_page_is_that_of_the_newest_results() -> None:
         assert (page.ROOT / name).read_text(encoding="utf-8") == wanted, name
 
 
+def test_a_pass_lies_under_the_lower_roof() -> None:
+    model, head = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", 151_936 * 896
+    machine = {"read_gb_s": [0, 50.0, 0], "matrix_tflop_s": [0, 0.5, 0], "weight_mb": 400.0}
+    steps = [
+        {"kind": "verify 1", "nodes": 1.0, "ms": [0, 10.0, 0]},
+        {"kind": "verify 8", "nodes": 8.0, "ms": [0, 20.0, 0]},
+        {"kind": "streams", "nodes": 8.0, "ms": [0, 20.0, 0]},
+    ]
+    timed = {"model": model, "parameters": head + 5e8, "machine": machine, "steps": steps}
+    one, eight = study("roofline").points({"timed": [timed, {**timed, "model": "default"}]})
+    assert one["intensity"] == pytest.approx(2.5), "a billion operations for 400 MB"
+    assert (one["rate"], one["roof"]) == pytest.approx((100, 125)), "of memory"
+    assert (eight["rate"], eight["roof"]) == pytest.approx((400, 500)), "of arithmetic"
+
+
 NUMBERED = {
     "ACL": {("table", 6), ("figure", 23)},
     "v1": {("table", 2), ("figure", 12)},
