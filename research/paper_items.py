@@ -65,7 +65,8 @@ ITEMS = (
     Item(
         *(ACL, "table 6", "mean accepted tokens on MT-Bench", "differs"),
         "[by task](comparison.md#mean-acceptance-length-by-task): 135M parameters, 100 k tokens of training; drafts of "
-        "`streams` began with tokens of a 4-bit copy there",
+        "`streams` began with tokens of a 4-bit copy there. [Literal recipes](#the-papers-recipes-on-the-same-"
+        "completions) on the same completions",
     ),
     Item(
         *(ACL, "figure 4", "quality with future tokens in sight", "reproduced"),
@@ -123,7 +124,8 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figures 17 and 19", "utilisation over time and on an A100", "needs a GPU"),
-        "[counted](#parameters-memory-traffic-arithmetic-and-utilisation) from shapes, not measured over time",
+        "[counted](#parameters-memory-traffic-arithmetic-and-utilisation) from shapes; of two cores there is a "
+        "[trace](#a-trace-of-passes-over-time) with the bytes and the arithmetic of drafts and passes",
     ),
     Item(
         *(ACL, "figure 18", "batch sizes", "differs"),
@@ -173,8 +175,9 @@ ITEMS = (
         "[the same study](#acceptance-rates-predicted-and-measured-speedup), on one target",
     ),
     Item(
-        *(LEVIATHAN, "figure 5", "a trace over time", "inconclusive"),
-        "`--trace` has the times of every step ([traces](theory.md#traces)); it was not drawn",
+        *(LEVIATHAN, "figure 5", "a trace over time", "differs"),
+        "[here](#a-trace-of-passes-over-time): fewer passes of the target for gamma 7 than for 3, as there, but the "
+        "draft model has a third of the target's parameters, so its own passes take most of the time",
     ),
     Item(
         *(STAGED, "figure 1", "roofline of small batches", "reproduced"),

@@ -8,6 +8,7 @@ from studies import (
     branching,
     cosine,
     gradients,
+    learning,
     leviathan,
     long_context,
     lossless,
@@ -18,6 +19,7 @@ from studies import (
     roofline,
     sampling,
     staged,
+    trace,
 )
 from studies.base import Study
 
@@ -29,6 +31,7 @@ STUDIES: tuple[Study, ...] = (
     cosine.STUDY,
     gradients.STUDY,
     lossless.STUDY,
+    learning.STUDY,
     overhead.STUDY,
     branching.STUDY,
     adapters.LAYERS,
@@ -40,6 +43,7 @@ STUDIES: tuple[Study, ...] = (
     long_context.STUDY,
     leviathan.STUDY,
     leviathan.T5,
+    trace.STUDY,
     roofline.STUDY,
     staged.STUDY,
 )

@@ -262,7 +262,7 @@ def toy_words(name: str, toys: ToyFolders, folder: Path) -> list[Any]:
 COMPARED = ("layers", "rotation")
 LONG = (
     *("gradients", "layers", "pruning", "sampling", "batches", "quantization", "branching", "rotation", "peeking"),
-    *("staged", "leviathan", "lossless"),
+    *("staged", "leviathan", "lossless", "trace"),
 )
 NAMES = ("cosine", *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG))
 
@@ -279,6 +279,8 @@ def test_a_study_from_the_command_to_its_section(
             (tmp_path / "e2e_nlg" / f"{split}.jsonl.gz").write_bytes(gzip.compress(line.encode() * 2))
         monkeypatch.setattr(study("peeking"), "ASK", "")
         words += ["--data", tmp_path]
+    if name == "trace":
+        words += ["--draft", toys.model]
     if name in ("staged", "leviathan"):
         (tmp_path / "text.txt").write_text("the thing and the other thing of the other\n" * 9)
         out = ("--text", tmp_path / "text.txt", "--out", tmp_path / "counts")
@@ -310,6 +312,12 @@ def test_a_study_from_the_command_to_its_section(
     if name == "pruning":
         assert result["pruning_layer"]
         assert all(record["equal_outputs"] == 2 for record in result["records"] if record["name"] != "none")
+    if name == "trace":
+        plain, chain = result["steps"]["plain decoding"], result["steps"]["draft model, gamma 7"]
+        assert sum(step[3] for step in plain) == sum(step[3] for step in chain) == 12
+        assert [step[5] for step in plain] == [1] * len(plain), "a pass of the target a step, and none of drafts"
+        assert sum(step[7] for step in plain) == 0
+        assert len(chain) < len(plain), "the target drafts for itself"
     if name == "leviathan":
         assert result["c"] > 0
         assert result["c_operations"] == 1
@@ -346,6 +354,42 @@ def test_the_page_is_that_of_the_newest_results() -> None:
     page = importlib.import_module("reproduction_page")
     for name, wanted in page.outputs().items():
         assert (page.ROOT / name).read_text(encoding="utf-8") == wanted, name
+
+
+def trained(toys: ToyFolders, folder: Path, *, evaluated: bool = True, data: str = "5") -> Path:
+    """A copy of the toy's adapter with the log of a training of 40 steps."""
+    (folder / "training").mkdir(parents=True)
+    record = json.loads((toys.adapter / "adapter_config.json").read_text())
+    run = {"command": "anabranch train streams", "steps": 30, "options": {"epochs": 2.0}, "answer_tokens": 1000}
+    record["training"] |= {**run, "data_sha256": data * 64}
+    (folder / "adapter_config.json").write_text(json.dumps(record))
+    lines = [{"step": step, "steps": 40, "loss": 9.0 - step / 10, "evaluation": None} for step in (10, 20, 30)]
+    for line, length in zip(lines[1:], (1.5, 1.6), strict=True) if evaluated else ():
+        line["evaluation"] = {"tree": length, "chain": 1.25, "top 1": [0.5, 0.25]}
+    (folder / "training" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_learning_curves_are_read_from_the_logs_of_trainings(toys: ToyFolders, tmp_path: Path) -> None:
+    learning, base = study("learning"), study("base")
+
+    def measured(*folders: Path) -> Any:
+        return learning.STUDY.measure(base.Setup(adapters={folder.name: folder for folder in folders}))
+
+    found = measured(trained(toys, tmp_path / "heads"))
+    curve = found["adapters"]["heads"]
+    assert curve["held_out"] == [[1000, 1.5], [1500, 1.6]], "2,000 tokens in 40 steps, of which it stopped after 30"
+    assert curve["losses"] == [[500, 8.0], [1000, 7.0], [1500, 6.0]]
+    assert curve["tokens"] == 1500
+    assert "heads 1.60" in learning.STUDY.ours(found)
+    ((*_, lengths, end, chain, top),) = learning.STUDY.table(found)[1]
+    assert (lengths, end, chain, top) == ("1.50 1.60", "rising", "1.25", "0.50 0.25")
+    with pytest.raises(InputError, match="different completions"):
+        measured(tmp_path / "heads", trained(toys, tmp_path / "other", data="6"))
+    with pytest.raises(InputError, match="has no evaluation"):
+        measured(trained(toys, tmp_path / "unmeasured", evaluated=False))
+    with pytest.raises(InputError, match="give each with --adapter"):
+        measured()
 
 
 def test_a_pass_lies_under_the_lower_roof() -> None:

@@ -1,0 +1,111 @@
+"""How trained methods learn from the same completions: their learning curves, from the logs of their trainings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anabranch.adapters.folder import read_record
+from anabranch.errors import InputError
+from anabranch.train.checkpoint import read_log
+from studies.base import Chart, Line, Result, Setup, Study, Table
+
+__all__ = ["STUDY"]
+
+PARTS = 12  # of a run, over whose lines the loss is averaged
+STEADY = 0.01  # a gain below this share is none
+
+
+def _curve(training: dict[str, Any], log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Loss by completion tokens seen, averaged in parts of the run, and the held-out evaluations."""
+    steps = training["steps"]
+    tokens = training["options"]["epochs"] * training["answer_tokens"] / log[-1]["steps"]
+    size = max(1, len(log) // PARTS)
+    losses = []
+    for first in range(0, len(log), size):
+        part = log[first : first + size]
+        losses.append([round(part[-1]["step"] * tokens), round(sum(line["loss"] for line in part) / len(part), 4)])
+    held_out = [[round(line["step"] * tokens), line["evaluation"]["tree"]] for line in log if line["evaluation"]]
+    last = next(line["evaluation"] for line in reversed(log) if line["evaluation"])
+    return {
+        "steps": steps,
+        "tokens": round(steps * tokens),
+        "losses": losses,
+        "held_out": held_out,
+        "chain": last["chain"],
+        "top_1": last["top 1"],
+    }
+
+
+def _measure(setup: Setup) -> dict[str, Any]:
+    if not setup.adapters:
+        raise InputError("the study reads adapters' logs; give each with --adapter LABEL=FOLDER (docs/reproduction.md)")
+    found, data = {}, set()
+    for label, folder in setup.adapters.items():
+        record, log = read_record(folder), [line for line in read_log(folder / "training") if "loss" in line]
+        if not any(line["evaluation"] for line in log):
+            raise InputError(f"the log in {folder / 'training'} has no evaluation; train with --evaluate-every N")
+        training = record["training"]
+        data.add(training["data_sha256"])
+        about = {"method": record["method"], "parameters": record["parameters"], "command": training["command"]}
+        found[label] = about | {"words": record["draft_vocabulary"]} | _curve(training, log)
+    if len(data) > 1:
+        raise InputError("the adapters were trained on different completions; give those of one file of completions")
+    (examples,) = data
+    return {"adapters": found, "data_sha256": examples, "answer_tokens": training["answer_tokens"]}
+
+
+def _grows(curve: Result) -> bool:
+    """Whether the last evaluation gained over the one before it."""
+    held_out = [length for _, length in curve["held_out"]]
+    return len(held_out) < 2 or held_out[-1] > (1 + STEADY) * held_out[-2]
+
+
+def _ours(result: Result) -> str:
+    told = (f"{name} {curve['held_out'][-1][1]:.2f}" for name, curve in result["adapters"].items())
+    return f"predicted mean acceptance length at 16 nodes: {', '.join(told)}"
+
+
+def _table(result: Result) -> Table:
+    rows: list[list[object]] = []
+    for name, curve in result["adapters"].items():
+        lengths = " ".join(f"{length:.2f}" for _, length in curve["held_out"])
+        ends = f"{curve['losses'][0][1]:.2f} to {curve['losses'][-1][1]:.2f}"
+        row = [f"`{name}`", f"{curve['parameters']:,}", f"{curve['tokens']:,}", ends, lengths]
+        row += ["rising" if _grows(curve) else "level", f"{curve['chain']:.2f}"]
+        rows.append([*row, " ".join(f"{share:.2f}" for share in curve["top_1"])])
+    return (
+        "method",
+        "parameters",
+        "completion tokens seen",
+        "loss",
+        "held-out length at 16 nodes, by evaluation",
+        "at the end",
+        "of a chain",
+        "accuracy by token",
+    ), rows
+
+
+def _chart(result: Result) -> Chart:
+    lines = [Line(name, *zip(*curve["held_out"], strict=True)) for name, curve in result["adapters"].items()]
+    title = "Learning curves on the same completions"
+    return Chart(title, "completion tokens seen", "predicted mean acceptance length", lines)
+
+
+STUDY = Study(
+    name="learning",
+    papers="ACL table 6, lossless mode",
+    title="The papers' recipes on the same completions",
+    measures="Predicted mean acceptance length on held-out completions, of best-first trees of 16 nodes, while literal "
+    "recipes of papers are trained on the same completions of the default model in the same batches: Speculative "
+    "Streaming's lossless form, Medusa-1, Hydra and EAGLE-1. Train each as `research/train_methods` does.",
+    paper="mean accepted tokens on MT-Bench, Vicuna-7B: lossless streams 3.52, Medusa 2.67, Hydra 3.70, EAGLE 3.94",
+    differs="a target of 135M parameters, 70 k tokens of completions, a draft vocabulary of 8,192 tokens for all",
+    ours=_ours,
+    table=_table,
+    chart=_chart,
+    measure=_measure,
+    command="python research/study.py learning --adapter paper-lossless=ADAPTERS/paper-lossless "
+    "--adapter medusa-paper=ADAPTERS/medusa-paper --adapter hydra-paper=ADAPTERS/hydra-paper "
+    "--adapter eagle-1=ADAPTERS/eagle-1 --out benchmarks/study-learning-DATE.json",
+    whole=True,
+)
