@@ -47,10 +47,11 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Pair:
-    """A toy of ours, and transformers' model with the same weights."""
+    """A toy of ours, and transformers' model with the same weights; ``fields`` replace those of its config."""
 
-    def __init__(self, name: str, *, seed: int = 0) -> None:
-        self.family, self.fields = PAIRS[name]
+    def __init__(self, name: str, *, seed: int = 0, **fields: Any) -> None:
+        self.family, usual = PAIRS[name]
+        self.fields = {**usual, **fields}
         self.model = pair_hf(self.family, self.fields, seed=seed)
         described, tensors = self.model.config.to_dict(), self.model.state_dict()
         self.decoder: Decoder

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from pairs import CHANNELS, FRAMES, PAIRS, Pair, pair_hf, save_pair
-from test_parity import PARENTS, PATHS, advance, chains, close, run
+from test_parity import PARENTS, PATHS, advance, chains, run
 from torch import Tensor
 
 from anabranch.errors import InputError, ModelError
@@ -18,18 +19,48 @@ from anabranch.model.encoder import Source
 from anabranch.model.families import model_config
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import load_target
+from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.relative import buckets_of
+from anabranch.model.stack import NativeBackend
 from anabranch.model.weights import fill_decoder, fingerprint
+from anabranch.native import library as native
 from anabranch.tree import DraftTree
 
 FEW = ("t5-gated", "bart", "marian", "whisper")  # differ in every part; the others for thorough runs
 SOME = [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in PAIRS]
+# sizes that the kernels take
+IN_KERNELS = {"t5": {"d_kv": 32}, "bart": {"encoder_attention_heads": 2, "decoder_ffn_dim": 96}}
+KERNELS = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
+
+
+def packed(name: str, kind: str = "float32") -> Pair:
+    """A toy whose layers the native kernels run."""
+    pair = Pair(name, **IN_KERNELS["t5" if "t5" in name else "bart"])
+    if kind != "float32":
+        pair.decoder.to(torch.bfloat16)
+    if kind in ("int8", "int4"):
+        quantize_decoder(pair.decoder, kind)
+    pack_decoder(pair.decoder)
+    if kind == "int8 cache":
+        pair.decoder.quantize_cache()
+    assert isinstance(pair.decoder.backend, NativeBackend)
+    return pair
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("native", marks=KERNELS)])
+def make(request: pytest.FixtureRequest) -> Callable[[str], Pair]:
+    return Pair if request.param == "torch" else packed
 
 
 @pytest.fixture(scope="module", params=SOME)
-def pair(request: pytest.FixtureRequest) -> Pair:
-    return Pair(request.param)
+def pair(request: pytest.FixtureRequest, make: Callable[[str], Pair]) -> Pair:
+    return make(request.param)
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    """Equal up to float32's rounding: T5 scales neither attention nor its outputs, so scores are large."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * max(1.0, float(theirs.std())))
 
 
 def test_one_forward(pair: Pair) -> None:
@@ -129,6 +160,31 @@ def test_buckets_of_distances() -> None:
         ours = buckets_of(distances, RelativeConfig(32, 128, both_ways))
         theirs = T5Attention._relative_position_bucket(distances, both_ways, 32, 128)
         assert torch.equal(ours, theirs)
+
+
+@KERNELS
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "int8 cache"])
+@pytest.mark.parametrize("name", SOME)
+@torch.inference_mode()
+def test_a_tree_in_the_kernels_is_its_paths_to_the_bit(name: str, kind: str) -> None:
+    """In a batch with another source, and alone."""
+    pair = packed(name, kind)
+    sources, texts = [pair.source(11, seed=4), pair.source(3, seed=5)], [pair.text(9, seed=4), pair.text(2, seed=5)]
+    trees = [
+        DraftTree(np.array(pair.text(len(PARENTS) + 1, seed=seed)[1:], np.int64), np.array(PARENTS, np.int64))
+        for seed in (6, 7)
+    ]
+    cache, alone = pair.decoder.new_cache(2, 64), pair.decoder.new_cache(1, 64)
+    for slot, (source, text) in enumerate(zip(sources, texts, strict=True)):
+        cache.add_row(1, pair.decoder.encode(source))
+        advance(pair.decoder, text, cache, slot)
+    found = run(pair.decoder, Inputs.of_trees(trees), cache)
+    alone.add_row(1, pair.decoder.encode(sources[0]))
+    for node, path in enumerate(PATHS):
+        alone.rewind(0, 0)
+        for token in [*texts[0], *(int(trees[0].tokens[step]) for step in path)]:
+            last = advance(pair.decoder, [token], alone)[-1]
+        assert torch.equal(found[0][node], last)
 
 
 def test_quantised_layers_of_both_sides() -> None:

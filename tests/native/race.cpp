@@ -69,14 +69,15 @@ std::vector<float> results(int kind, void* runner, int quantized_cache) {
   std::vector<std::vector<float>> caches;
   Layer layers[LAYERS] = {};
   for (Layer& layer : layers) {
-    const int sizes[4][2] = {{(HEADS + 2 * KV) * E, D}, {D, HEADS * E}, {2 * INNER, D}, {D, INNER}};
-    Packed* places[4] = {&layer.qkv, &layer.out, &layer.up, &layer.down};
-    for (int i = 0; i < 4; ++i) {
+    const int sizes[6][2] = {{(HEADS + 2 * KV) * E, D}, {D, HEADS * E}, {2 * INNER, D}, {D, INNER}, {HEADS * E, D}, {D, HEADS * E}};
+    Packed* places[6] = {&layer.qkv, &layer.out, &layer.up, &layer.down, &layer.cross.q, &layer.cross.out};
+    for (int i = 0; i < 6; ++i) {
       weights.emplace_back(kind, sizes[i][0], sizes[i][1]);
       *places[i] = weights.back().packed;
     }
-    layer.norm_in = layer.norm_mlp = ones.data();
+    layer.norm_in = layer.norm_mlp = layer.cross.norm = ones.data();
     layer.rope_width = E;
+    layer.source = static_cast<int32_t>(&layer - layers);
     for (void** to : {&layer.keys, &layer.values}) *to = caches.emplace_back(static_cast<size_t>(BATCH * KV * CAPACITY * E)).data();
   }
   Shape shape{};
@@ -86,8 +87,13 @@ std::vector<float> results(int kind, void* runner, int quantized_cache) {
   const int64_t cached = quantized_cache ? E + E / 8 : E;
   shape.quantized_cache = quantized_cache, shape.row_stride = KV * CAPACITY * cached, shape.head_stride = CAPACITY * cached;
   const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
-  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, x.data(), angles.data(), angles.data(), starts, lengths, parents,
-                          nullptr};
+  const int64_t source_sizes[] = {5, 0, 70};
+  const auto wide_source = drawn<float>(LAYERS * KV * 70 * E);
+  const auto narrow_source = drawn<bf16>(LAYERS * KV * 70 * E);
+  const void* source = floats ? static_cast<const void*>(wide_source.data()) : narrow_source.data();
+  const void* const sources[] = {source, nullptr, source};
+  const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, 0, x.data(), angles.data(), angles.data(), starts, lengths, parents,
+                          nullptr, source_sizes, sources, sources};
   expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &batch, nullptr, nullptr, nullptr) == DONE, "layers");
   found = x;
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,8 @@ from anabranch.decoding.engine import Engine, Request
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.kernels import TrailEntry
 from anabranch.methods.streams.native import NativeTrail
+from anabranch.model.config import EncoderConfig
+from anabranch.model.encoder import Memory, Source
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
@@ -224,6 +227,9 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         ([10], chain, {"inner": 128}, {}, "wrong size"),
         ([10], chain, {"heads": 3}, {}, "key heads"),
         ([10], chain, {"kv_heads": 0}, {}, "key heads"),
+        ([10], chain, {"wiring": 3}, {}, "wiring"),
+        ([10], chain, {"biases": x.data_ptr()}, {}, "biases"),
+        ([0], chain, {}, {"whole": 1}, "see each other"),
     ):
         with pytest.raises(AssertionError, match=why):
             run(lengths, parents, shape, **step)
@@ -246,6 +252,28 @@ def test_passes_that_do_not_fit_are_refused() -> None:
             kernels().move(memory.keys, memory.values, layers, slot, start, np.array(nodes))
     with pytest.raises(AssertionError, match="differ"):
         kernels().move(memory.keys, memory.values[:2], range(3), 0, 0, np.array([1]))
+
+
+def test_sources_that_do_not_fit_are_refused() -> None:
+    model = packed(replace(BASE, encoder=EncoderConfig(replace(BASE, position="none"), start=(0,))), "bfloat16")
+    memory, stack, x = cache(model, rows=2), stack_in(model), torch.zeros(4, BASE.hidden_size)
+    source = model.encode(Source([1, 2, 3]))
+
+    def run(counts: list[int], sources: list[Memory | None], **changed: object) -> None:
+        step = stack.step([10, 10], counts, None, 300, x, sources=sources)
+        for name, value in changed.items():
+            setattr(step.native, name, value)
+        stack.run(x, step, memory, 0, 0, BASE.num_layers)
+
+    run([4, 0], [source, None])
+    run([1, 3], [source, source])
+    for counts, sources, changed, why in (
+        ([1, 3], [source, None], {}, "a row has no source"),
+        ([4, 0], [source, None], {"sizes": None}, "a pass has no sources"),
+        ([4, 0], [source, None], {"source_keys": None}, "a pass has no sources"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            run(counts, sources, **changed)
 
 
 def test_riders_that_do_not_fit_are_refused() -> None:

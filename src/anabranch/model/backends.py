@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from anabranch.model.blocks import Block
 from anabranch.model.device.layers import MOST_ROWS, fits, fused_layers, trusted
 from anabranch.model.device.ops import ops
+from anabranch.model.encoder import Source
 from anabranch.model.graphs import Capture, capture_for, span_bucket, width_bucket
 from anabranch.model.inputs import DeviceTrees, Inputs
 from anabranch.model.network import Network
@@ -92,6 +93,11 @@ class TorchBackend:
             riding_MSD=riding,
             allowed_B=None if allowed is None else [row[:n] for row, n in zip(allowed, counts_B, strict=True)],
         )
+
+    def encoded(self, network: Network, source: Source) -> Tensor:
+        """The encoder's output for a source [S, D]."""
+        states: Tensor = network.encoder(source, network.embedding)  # type: ignore[misc]
+        return states
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Run main rows [B, N, D] through layers ``low`` to ``high`` - 1."""

@@ -54,9 +54,9 @@ class Decoder(Network):
         memory = self._memories.get(source)
         if memory is None:
             assert self.encoder is not None
-            states = self.encoder(source, self.embedding)
+            states = self.backend.encoded(self, source)
             pairs: Any = [block.cross.memory(states) for block in self.blocks]  # type: ignore[union-attr, operator]
-            self._memories[source] = memory = Memory(*zip(*pairs, strict=True))
+            self._memories[source] = memory = Memory(*map(torch.stack, zip(*pairs, strict=True)))
         return memory
 
     def source_size(self, source: Source | None) -> int:

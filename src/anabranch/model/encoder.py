@@ -42,10 +42,10 @@ def begun(config: ModelConfig, prompt: Sequence[int]) -> tuple[list[int], Source
 
 
 class Memory(NamedTuple):
-    """Keys and values of a source for each layer of the decoder [K, S, E]."""
+    """Keys and values of a source for each layer of the decoder [layers, K, S, E], contiguous."""
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: Tensor
+    values: Tensor
 
 
 class Encoder(Layers):
@@ -96,7 +96,7 @@ class Encoder(Layers):
 
     def forward(self, source: Source, embedding: nn.Module) -> Tensor:
         """The output of the last norm [S, D]; ``embedding`` is the decoder's."""
-        x = self._begun(source, embedding if self.embedding is None else self.embedding)
+        x = self.begun(source, embedding)
         bias = None
         if self.relative is not None and self.config.relative is not None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -113,8 +113,9 @@ class Encoder(Layers):
         states: Tensor = self.norm(x)[0]
         return states
 
-    def _begun(self, source: Source, embedding: nn.Module) -> Tensor:
-        """The rows before the first layer [1, S, D]."""
+    def begun(self, source: Source, embedding: nn.Module) -> Tensor:
+        """The rows before the first layer [1, S, D]; ``embedding`` is the decoder's."""
+        embedding = embedding if self.embedding is None else self.embedding
         some = next(self.blocks.parameters())
         if self.conv1 is not None and self.conv2 is not None:
             assert source.features is not None

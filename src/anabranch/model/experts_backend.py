@@ -17,7 +17,7 @@ from anabranch.model.inputs import starts_of
 from anabranch.model.kernel_use import native_for
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult
-from anabranch.model.stack import NativeBackend, ProductsBackend, Stack, StackStep
+from anabranch.model.stack import LayerWeights, NativeBackend, ProductsBackend, Stack, StackStep
 from anabranch.native import library as native
 
 __all__ = ["ExpertsBackend", "backend_of"]
@@ -27,7 +27,13 @@ def backend_of(target: Decoder, kernels: native.Library) -> TorchBackend:
     """The backend of a target whose linear layers are packed for the native kernels."""
     if not native_for(target):
         return ProductsBackend(kernels)
-    return (NativeBackend if target.config.experts is None else ExpertsBackend)(Stack.of_target(target))
+    stack, encoder = Stack.of_target(target), target.encoder
+    if target.config.experts is not None:
+        return ExpertsBackend(stack)
+    if encoder is None:
+        return NativeBackend(stack)
+    layers = [LayerWeights.of(block) for block in encoder.blocks if isinstance(block, Block)]
+    return NativeBackend(stack, Stack(encoder, layers, 0))
 
 
 class ExpertsBackend(NativeBackend):

@@ -113,8 +113,8 @@ def _lacking_type(target: Decoder) -> Shortfall | None:
 def _lacking_layers(c: ModelConfig) -> Shortfall | None:
     """The reason why the kernels cannot run layers of this config, experts excepted."""
     other = "use a model of another family for the faster kernels"
-    if c.encoder is not None:
-        return Shortfall(f"PyTorch runs the layers of {c.family} models: they attend to a source", other)
+    if c.encoder is not None and (lacking := _lacking_layers(c.encoder.layers)) is not None:
+        return lacking
     if c.recurrent is not None:
         return Shortfall(f"PyTorch runs the layers of {c.family} models: some have a recurrent state", other)
     if c.attention_sinks:

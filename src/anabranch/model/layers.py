@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from anabranch.model.blocks import Block, Norm
 from anabranch.model.config import ModelConfig
+from anabranch.model.rope import Rope
 
 __all__ = ["Layers", "rounded", "table"]
 
@@ -21,6 +22,7 @@ class Layers(nn.Module):
     """A stack of blocks with what comes before and after it.
 
     embedded  it has an embedding of its own
+    of_rows   the type of activations; None: that of the norms
     """
 
     def __init__(self, config: ModelConfig, *, embedded: bool = True) -> None:
@@ -36,6 +38,32 @@ class Layers(nn.Module):
         self.norm_embedding = Norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm: Any = Norm(config, scale=config.output_scale) if config.final_norm else nn.Identity()
+        self.of_rows: torch.dtype | None = None
+        self._rope: Rope | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._some_norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations, and of weights that are not packed."""
+        return self._some_norm.weight.dtype if self.of_rows is None else self.of_rows
+
+    @property
+    def _some_norm(self) -> Norm:
+        """A norm, whose weight is never packed."""
+        norm = self.norm if self.config.final_norm else self.blocks[0].norm_in
+        assert isinstance(norm, Norm)
+        return norm
+
+    def rope(self) -> Rope:
+        """The rotation tables, made on the weights' device on first use."""
+        if self._rope is None or self._rope.device != self.device:
+            c = self.config
+            self._rope = Rope(c.rope, self.device, sliding=c.sliding_rope, query_scaling=c.query_scaling)
+        return self._rope
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions [...] -> [..., D]."""
@@ -46,11 +74,18 @@ class Layers(nn.Module):
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Add to rows [..., D] what tells their positions [...], and apply the norm of the embedding."""
-        if self.positions is not None:
-            x = x + self.positions(positions + self.config.learned_offset)
-        if self.config.position == "sinusoidal":
-            x = x + sinusoids(positions, x.shape[-1]).to(x.dtype)
+        if (places := self.places(positions, x.dtype)) is not None:
+            x = x + places
         return x if self.norm_embedding is None else self.norm_embedding(x)
+
+    def places(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The embeddings of positions [...]: [..., D]; None: there are none."""
+        if self.config.position == "sinusoidal":
+            return sinusoids(positions, self.config.hidden_size).to(dtype)
+        if self.positions is None:
+            return None
+        places: Tensor = self.positions(positions + self.config.learned_offset)
+        return places
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

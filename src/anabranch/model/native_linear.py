@@ -26,7 +26,6 @@ __all__ = [
     "Screen",
     "SelectedOutputs",
     "StoredWeight",
-    "places_of",
     "table_of",
 ]
 
@@ -288,15 +287,6 @@ def table_of(target: Network) -> native.Table:
     weight = target.embedding.weight
     assert weight.is_contiguous()
     return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
-
-
-def places_of(target: Network) -> native.Table:
-    """A target's embedding of positions for the kernels, from the first token's on; empty if it has none."""
-    if target.positions is None:
-        return native.Table()
-    weight, offset = target.positions.weight, target.config.learned_offset
-    assert weight.is_contiguous()
-    return native.Table(rows=weight[offset:].data_ptr(), packed=0, words=len(weight) - offset)
 
 
 def _width(weight: Tensor | QuantizedWeight | StoredWeight) -> int:

@@ -241,7 +241,7 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
     if kernels is None and not (PackedQuantized.fits(head, dtype) if narrow else can_pack(dtype, target.device)):
         return False
     whole = native_for(target)  # the kernels run whole layers, experts excepted
-    for block in target.blocks:
+    for block in target.every_block if whole else target.blocks:
         assert isinstance(block, Block)
         if kernels is not None and isinstance(block.mlp, Experts):
             router: Any = block.mlp.router
@@ -253,7 +253,7 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
                 packed: nn.Module = NativeLinear(
                     _stored(linear),
                     linear.bias,
-                    gated=name == "up" and module is block.mlp and whole and target.config.gated_mlp,
+                    gated=name == "up" and module is block.mlp and whole and block.config.gated_mlp,
                     wide=isinstance(block.mlp, Experts) and module is not block,
                     compact=kernels.expands,
                 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anabranch.model.config import RelativeConfig
 
-__all__ = ["buckets_of", "relative_bias"]
+__all__ = ["biases_of", "buckets_of", "relative_bias"]
 
 
 def buckets_of(distances: Tensor, config: RelativeConfig) -> Tensor:
@@ -34,6 +34,16 @@ def buckets_of(distances: Tensor, config: RelativeConfig) -> Tensor:
     share = torch.log(far.clamp(min=1).float() / exact) / math.log(config.distance / exact)
     large = (exact + (share * (count - exact)).long()).clamp(max=count - 1)
     return first + torch.where(far < exact, far, large)
+
+
+def biases_of(table: nn.Module, config: RelativeConfig) -> tuple[Tensor, int]:
+    """The bias of each head by the distance from query to key [H, 2 far + 1], from -far on, and far.
+
+    Beyond these distances the biases do not change.
+    """
+    far = config.distance
+    biases: Tensor = table(buckets_of(torch.arange(-far, far + 1), config))
+    return biases.T, far
 
 
 def relative_bias(table: nn.Module, config: RelativeConfig, queries_BN: Tensor, keys_BL: Tensor) -> Tensor:

@@ -10,23 +10,25 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from anabranch.model.backends import TorchBackend
 from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
+from anabranch.model.encoder import Memory, Source
 from anabranch.model.experts import Experts
 from anabranch.model.inputs import starts_of
-from anabranch.model.layers import rounded
-from anabranch.model.native_linear import NativeLinear, places_of, table_of
+from anabranch.model.layers import Layers, rounded
+from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Need, Pass, PassRequest, PassResult
+from anabranch.model.relative import biases_of
 from anabranch.model.riding import RiderCall
 from anabranch.native import library as native
 from anabranch.native.arguments import address, require
@@ -35,6 +37,7 @@ from anabranch.sampling import MIN_TEMPERATURE, SamplingParams
 __all__ = ["LayerWeights", "NativeBackend", "ProductsBackend", "Stack", "StackStep", "norm_weight", "stack_of"]
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # as in plan.h
+_WIRINGS = {"sequential": 0, "parallel": 1, "parallel_two_norms": 1, "post": 2}
 KEPT = 16  # pairs of a cache and a range of layers whose structs are kept, besides one for each layer
 
 
@@ -42,7 +45,8 @@ KEPT = 16  # pairs of a cache and a range of layers whose structs are kept, besi
 class LayerWeights:
     """One layer: the norms of a block, projections, the MLP, and a low-rank term added to the MLP or instead of it.
 
-    low, high  the low-rank term silu(h low') high'
+    low, high           the low-rank term silu(h low') high'
+    cross_q, cross_out  of attention to a source
     """
 
     block: Block
@@ -52,11 +56,22 @@ class LayerWeights:
     down: NativeLinear | None = None
     low: NativeLinear | None = None
     high: NativeLinear | None = None
+    cross_q: NativeLinear | None = None
+    cross_out: NativeLinear | None = None
+
+    @staticmethod
+    def of(block: Block) -> LayerWeights:
+        """The weights of a packed block, without experts (``experts_backend``)."""
+        mlp, cross = block.mlp, block.cross
+        parts: dict[str, Any] = {"qkv": block.qkv, "out": block.out}
+        parts |= {} if isinstance(mlp, Experts) else {"up": mlp.up, "down": mlp.down}
+        parts |= {} if cross is None else {"cross_q": cross.q, "cross_out": cross.out}
+        return LayerWeights(block, **parts)
 
     @property
     def linears(self) -> list[NativeLinear]:
         """The products of the layer."""
-        every = (self.qkv, self.out, self.up, self.down, self.low, self.high)
+        every = (self.qkv, self.out, self.up, self.down, self.low, self.high, self.cross_q, self.cross_out)
         return [linear for linear in every if linear is not None]
 
 
@@ -68,12 +83,12 @@ class StackStep(NamedTuple):
 
 
 class Stack:
-    """Consecutive layers of a target for the kernels; ``first`` is the index of the lowest one.
+    """Consecutive layers of a target or of its encoder for the kernels; ``first`` is the index of the lowest one.
 
     nbytes  bytes of weights that a pass reads, without those of the head
     """
 
-    def __init__(self, target: Network, layers: Sequence[LayerWeights], first: int) -> None:
+    def __init__(self, target: Layers, layers: Sequence[LayerWeights], first: int) -> None:
         kernels = native.library()
         assert kernels is not None, native.why_not()
         config = target.config
@@ -86,7 +101,7 @@ class Stack:
         self._norms: dict[Norm, tuple[Tensor, Tensor | None]] = {}
         self._table = (torch.empty(0), 0, 0)  # the last result of ``_pointers``
         self._ends: native.Ends | None = None
-        self._layers = [self._struct(layer) for layer in layers]
+        self._layers = [self._struct(layer, index) for index, layer in enumerate(layers, first)]
         self.nbytes = sum(linear.nbytes for layer in layers for linear in layer.linears)
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
         self._shape = native.Shape(
@@ -98,7 +113,7 @@ class Stack:
             rope_dim=self._rope.columns,
             activation=_ACTIVATIONS.index(config.activation),
             gated=config.gated_mlp,
-            parallel=config.wiring != "sequential",
+            wiring=_WIRINGS[config.wiring],
             layer_norm=config.norm == "layer",
             heads_normed=config.qk_norm == "all",
             eps=config.norm_eps,
@@ -107,32 +122,24 @@ class Stack:
             residual_scale=config.residual_scale,
             embedding_scale=rounded(config.embedding_scale, target.dtype),
         )
+        if target.relative is not None and config.relative is not None:
+            biases, self._shape.distance = biases_of(target.relative, config.relative)
+            self._shape.biases = self._pointer(biases)
 
     @staticmethod
     def of_target(target: Network, layers: Sequence[LayerWeights] | None = None) -> Stack:
-        """All layers of a packed target, with its embedding, last norm and head; ``layers`` replace its own.
-
-        A layer of experts is without them (``experts_backend``).
-        """
-        if layers is None:
-            layers = []
-            for block in target.blocks:
-                assert isinstance(block, Block)
-                weights = [block.qkv, block.out]
-                if not isinstance(block.mlp, Experts):
-                    weights += [block.mlp.up, block.mlp.down]
-                layers.append(LayerWeights(block, *(linear for linear in weights if isinstance(linear, NativeLinear))))
-        stack = Stack(target, layers, 0)
+        """All layers of a packed target, with its embedding, last norm and head; ``layers`` replace its own."""
+        stack = Stack(target, layers or [LayerWeights.of(block) for block in target.blocks], 0)  # type: ignore[arg-type]
         stack._ends = native.Ends(
             embedding=table_of(target),
-            places=places_of(target),
-            norm=stack._pointer(norm_weight(target.norm)),
-            norm_bias=stack._pointer(norm_bias(target.norm)),
+            places=stack._places(target),
+            **stack._norm("norm", target.norm),
+            **stack._norm("norm_embedding", target.norm_embedding),
             head=stack._packed(target.head),
             bias=stack._pointer(target.head.offset),
             screen=native.Screen() if target.head.screen is None else target.head.screen.native,
         )
-        stack._kept += [target.embedding, target.positions]
+        stack._kept.append(target.embedding)
         return stack
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
@@ -148,7 +155,21 @@ class Stack:
         self._kept.append(linear)
         return linear.packed
 
-    def _struct(self, layer: LayerWeights) -> native.Layer:
+    def _norm(self, name: str, norm: nn.Module | None) -> dict[str, int | None]:
+        """The fields of a norm, none if there is none."""
+        if not isinstance(norm, Norm):
+            return {}
+        return {name: self._pointer(norm_weight(norm)), f"{name}_bias": self._pointer(norm_bias(norm))}
+
+    def _places(self, target: Network) -> native.Table:
+        """The embeddings of positions in the weights' type; empty if there are none."""
+        places = target.places(torch.arange(self.config.max_positions), self.dtype)
+        if places is None:
+            return native.Table()
+        self._kept.append(places)
+        return native.Table(rows=places.data_ptr(), packed=0, words=len(places))
+
+    def _struct(self, layer: LayerWeights, index: int) -> native.Layer:
         block, turn = layer.block, layer.block.rotation
         # in a parallel block one norm may be for both
         before_mlp = block.norm_in if block.config.wiring == "parallel" else block.norm_mlp
@@ -160,11 +181,22 @@ class Stack:
             "after_attention": block.norm_after_attention,
             "after_mlp": block.norm_after_mlp,
         }
-        known = {name: norm for name, norm in norms.items() if isinstance(norm, Norm)}
-        assert all(name in ("norm_in", "norm_mlp") or norm.bias is None for name, norm in known.items())
+        fields: dict[str, Any] = {}
+        for name, norm in norms.items():
+            fields |= self._norm(name, norm)
+            # the kernels have LayerNorm only before or after attention and MLP
+            assert name in ("norm_in", "norm_mlp") or fields.pop(f"{name}_bias", None) is None
+        cross = native.Cross(
+            **self._norm("norm", block.norm_cross),
+            q_bias=self._pointer(None if layer.cross_q is None else layer.cross_q.offset),
+            out_bias=self._pointer(None if layer.cross_out is None else layer.cross_out.offset),
+            q=self._packed(layer.cross_q),
+            out=self._packed(layer.cross_out),
+        )
         return native.Layer(
-            **{name: self._pointer(norm_weight(norm)) for name, norm in known.items()},
-            **{f"{name}_bias": self._pointer(norm.bias) for name, norm in known.items() if norm.bias is not None},
+            **fields,
+            cross=cross,
+            source=index,
             qkv_bias=self._pointer(layer.qkv.offset),
             out_bias=self._pointer(layer.out.offset),
             up_bias=self._pointer(None if layer.up is None else layer.up.offset),
@@ -208,7 +240,9 @@ class Stack:
         x_MD: Tensor | None = None,
         *,
         trailing: bool = False,
+        whole: bool = False,
         prompts: Sequence[int] = (),
+        sources: Sequence[Memory | None] = (),
     ) -> StackStep:
         """The nodes of a pass over rows of ``lengths`` committed tokens.
 
@@ -217,7 +251,9 @@ class Stack:
         positions  the capacity of the cache; only nodes of a rider or of trailing streams lie beyond it
         x_MD       the initial rows, float32; None: the pass starts from tokens
         trailing   the nodes follow the newest committed token and see its sliding window, not one of their own
+        whole      each node sees all nodes of its row
         prompts    the length of the prompt of each row that has prompt tokens to read [B], else 0 (``Rope``); empty: 0
+        sources    the keys and values of the rows' sources [B]; empty: they have none
         """
         lengths_B, starts = array("q", lengths), array("q", accumulate(counts, initial=0))
         nodes = starts[-1]
@@ -234,6 +270,7 @@ class Stack:
             self._window,
             trailing,
             table.shape[1],
+            whole,
             None if x_MD is None else x_MD.data_ptr(),
             cos,
             sin,
@@ -242,7 +279,8 @@ class Stack:
             None if parents_M is None else address(parents_M),
             None if angles_B is None else angles_B.buffer_info()[0],
         )
-        return StackStep(step, (lengths_B, starts, parents_M, angles_B, table, x_MD))
+        held = _point_to(step, sources) if self.config.encoder is not None else ()
+        return StackStep(step, (lengths_B, starts, parents_M, angles_B, table, x_MD, held))
 
     def _pointers(self, table: Tensor) -> tuple[Tensor, int, int]:
         """A rotation table [2, positions, dim], and the addresses of its cosines and sines."""
@@ -306,12 +344,37 @@ class Stack:
             hidden, chosen = hidden[:nodes], None if chosen is None else chosen[:nodes]
         return hidden, chosen, {int(layer): rows[:nodes] for layer, rows in zip(layers, seen, strict=True)}
 
-    def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """Normalise float32 rows [..., D], in the weights' type."""
+    def encode(self, x_SD: Tensor, norm: nn.Module) -> Tensor:
+        """Run all layers over float32 rows that see each other, in place; returns them after the last norm [S, D]."""
+        size, c = len(x_SD), self.config
+        keys, values = torch.empty(2, c.num_kv_heads, size, c.head_dim, dtype=self.dtype)  # of one layer at a time
+        layers = (native.Layer * len(self._layers))(*self._layers)
+        for layer in layers:
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        shape = native.Shape.from_buffer_copy(self._shape)
+        shape.row_stride, shape.head_stride = keys.numel(), keys.stride(0)
+        step = self.step([0], [size], None, size, x_SD, whole=True)
+        self.kernels.layers(shape, layers, step.native)
+        return self.normed(x_SD, norm)
+
+    def normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Normalise float32 rows [..., D], in the weights' type; only convert them if there is no norm."""
+        if not isinstance(norm, Norm):
+            return x.to(self.dtype)
         if norm not in self._norms:
             self._norms[norm] = norm_weight(norm).contiguous(), norm_bias(norm)
         weight, bias = self._norms[norm]
         return self.kernels.norm(x, weight, norm.eps, self.dtype, bias=bias, layer=norm.kind == "layer")
+
+
+def _point_to(step: native.RaggedBatch, sources: Sequence[Memory | None]) -> tuple[object, ...]:
+    """Let a batch point to the sources of its rows; returns the memory that it points to."""
+    assert len(sources) == step.batch
+    sizes = array("q", [0 if each is None else each.keys.shape[2] for each in sources])
+    keys = array("Q", [0 if each is None else each.keys.data_ptr() for each in sources])
+    values = array("Q", [0 if each is None else each.values.data_ptr() for each in sources])
+    step.sizes, step.source_keys, step.source_values = (each.buffer_info()[0] for each in (sizes, keys, values))
+    return sizes, keys, values, sources
 
 
 def norm_weight(norm: Norm) -> Tensor:
@@ -353,14 +416,23 @@ class NativeBackend(ProductsBackend):
     """Runs passes in the native kernels: one call, from token ids to chosen tokens, with the rows that ride.
 
     With a rider that the kernels do not know, they run the main rows layer by layer, and PyTorch the rows that ride.
+
+    encoder  the layers of the target's encoder; None: it has none
     """
 
     ragged = True
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, encoder: Stack | None = None) -> None:
         super().__init__(stack.kernels)
-        self.stack = stack
+        self.stack, self.encoder = stack, encoder
         self.kernels = stack.kernels
+
+    def encoded(self, network: Network, source: Source) -> Tensor:
+        """Run the encoder's layers in float32 between products."""
+        assert network.encoder is not None
+        assert self.encoder is not None
+        rows = network.encoder.begun(source, network.embedding)[0].to(torch.float32, copy=True).contiguous()
+        return self.encoder.encode(rows, network.encoder.norm)
 
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a pass without padding its rows."""
@@ -373,7 +445,11 @@ class NativeBackend(ProductsBackend):
         words = network.config.vocab_size if inputs.sampled else 0
         call = None if riding is None else riding.call(counts, network.config.hidden_size, cache.dtype, words)
         prompts = cache.unread(slots) if network.rope().varies else ()
-        step = self.stack.step(cache.lengths[slots], inputs.counts_B, inputs.parents_M, cache.capacity, prompts=prompts)
+        step = self.stack.step(
+            *(cache.lengths[slots], counts, inputs.parents_M, cache.capacity),
+            prompts=prompts,
+            sources=cache.memories[slots],
+        )
         if need == "tokens" and network.config.logit_softcap is not None:
             need = "hidden"
         hidden, tokens, seen = self.stack.through(
@@ -399,7 +475,11 @@ class NativeBackend(ProductsBackend):
         lengths = run.cache.lengths[run.slots]
         parents_M = run.parents_BN.flatten().numpy()
         counts = [run.width] * len(lengths)
-        return rows, self.stack.step(lengths, counts, parents_M, run.cache.capacity, rows, prompts=run.prompts)
+        return rows, self.stack.step(
+            *(lengths, counts, parents_M, run.cache.capacity, rows),
+            prompts=run.prompts,
+            sources=run.cache.memories[run.slots],
+        )
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
         """Apply the last norm, by the kernels to float32 rows."""

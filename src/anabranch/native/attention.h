@@ -52,6 +52,8 @@ class CachedRows {
       : rows_(static_cast<const char*>(rows) + offset * (quantized ? 1 : static_cast<int64_t>(sizeof(P)))), e_(e),
         quantized_(quantized) {}
 
+  bool quantized() const { return quantized_; }
+
   // ``count`` rows from ``first`` on: the cache's own, or converted into ``tile``
   const P* at(int first, int count, P* tile) const {
     if (!quantized_) return reinterpret_cast<const P*>(rows_) + static_cast<int64_t>(first) * e_;
@@ -237,26 +239,27 @@ inline float softmax(float* p, int n, float scale) {
 
 // ---- a task -------------------------------------------------------------------------------------------------------
 
-// One task. ``heads`` receives rows of Q, or (``quantizes``) of QuantizedGroup.
+// One task. ``heads`` receives rows of Q, or (``quantizes``) of QuantizedGroup. With ``to_source``, keys and values are those of the
+// batch row's source.
 template <class P>
 class Attention {
   using Q = Operand<P>;
 
  public:
-  Attention(const Shape& s, const Layer& l, const PassPlan& plan, const float* qkv, void* heads, bool quantizes,
+  Attention(const Shape& s, const Layer& l, const PassPlan& plan, const float* qkv, void* heads, bool quantizes, bool to_source,
             const AttentionTask& task, Scratch& memory)
-      : s_(s), l_(l), plan_(plan), qkv_(qkv), heads_(heads), quantizes_(quantizes), task_(task),
-        keys_(l.keys, head_offset(), s.e, s.quantized_cache != 0), values_(l.values, head_offset(), s.e, s.quantized_cache != 0) {
+      : s_(s), l_(l), plan_(plan), qkv_(qkv), heads_(heads), quantizes_(quantizes), to_source_(to_source), task_(task),
+        keys_(rows_of(l.keys, plan.source_keys)), values_(rows_of(l.values, plan.source_values)) {
     group_ = s.heads / s.kv_heads;
-    length_ = static_cast<int>(plan.lengths[task.row]);
-    const int last_row = node_of(task.count - 1), last = plan.ancestors[plan.offsets[last_row + 1] - 1];
+    length_ = static_cast<int>(plan.seen[task.row]);
+    const int last_row = node_of(task.count - 1), last = plan.flat ? -1 : plan.ancestors[plan.offsets[last_row + 1] - 1];
     // the rows of a task do not attend to later keys than its last row
     span_ = length_ + last + 1;
     width_ = padded_scores(span_);
     q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
     p_ = memory.scores.of<float>(task.count * width_);
     sums_ = memory.sums.of<F32x16>(task.count * s.e / 16);
-    if (s.quantized_cache) tile_ = memory.cached.of<P>(CACHED_TILE * s.e);
+    if (keys_.quantized()) tile_ = memory.cached.of<P>(CACHED_TILE * s.e);
   }
 
   NOINLINE void run() {
@@ -266,6 +269,7 @@ class Attention {
     for (int i = 0; i < task_.count; ++i) {
       float* p = p_ + i * width_;
       const int seen = gather_seen(i);
+      if (s_.biases != nullptr && !to_source_) add_biases(i, p, seen);
       if (s_.softcap > 0.0f) cap_scores(p, seen, s_.scale, s_.softcap);
       total[i] = softmax<Q>(p, seen, s_.softcap > 0.0f ? 1.0f : s_.scale);
     }
@@ -284,17 +288,35 @@ class Attention {
     int first, queries, from, count;
   };
 
-  int64_t head_offset() const { return task_.row * s_.row_stride + task_.head * s_.head_stride; }
+  // the cached rows of this task
+  CachedRows<P> rows_of(const void* cache, const void* const* sources) const {
+    if (!to_source_) {
+      const int64_t offset = task_.row * s_.row_stride + task_.head * s_.head_stride;
+      return {cache, offset, s_.e, s_.quantized_cache != 0};
+    }
+    const int64_t head = static_cast<int64_t>(l_.source) * s_.kv_heads + task_.head;
+    return {sources[task_.row], head * plan_.seen[task_.row] * s_.e, s_.e, false};
+  }
 
   int node_of(int i) const { return task_.node + (task_.first + i) / group_; }
 
+  int head_of(int i) const { return task_.head * group_ + (task_.first + i) % group_; }
+
   void rotate_queries() {
+    const float* norm = to_source_ ? nullptr : l_.q_norm;
+    const int width = to_source_ ? 0 : l_.rope_width;
     for (int i = 0; i < task_.count; ++i) {
       const int64_t node = node_of(i), angle = plan_.rotation_of[node] * s_.rope_dim + l_.rope_queries;
-      const int head = task_.head * group_ + (task_.first + i) % group_;
-      rotate(qkv_ + node * l_.qkv.outputs, head, s_.heads, l_.q_norm, s_, l_.rope_width, plan_.cos + angle,
-             plan_.sin + angle, q_ + i * s_.e);
+      rotate(qkv_ + node * l_.qkv.outputs, head_of(i), s_.heads, norm, s_, width, plan_.cos + angle, plan_.sin + angle,
+             q_ + i * s_.e);
     }
+  }
+
+  // Adds the biases of query i to the scores of the keys that it sees, whose positions ascend from 0 on.
+  void add_biases(int i, float* p, int seen) const {
+    const int64_t far = s_.distance, at = plan_.rotation_of[node_of(i)];
+    const float* biases = s_.biases + head_of(i) * (2 * far + 1);
+    for (int j = 0; j < seen; ++j) p[j] += biases[std::min(std::max(j - at, -far), far) + far];
   }
 
   // scores of all queries and keys
@@ -406,8 +428,7 @@ class Attention {
       for (int c = 0; c < NE; ++c) acc[c] = dot_add<Q>(acc[c], weight, pair[c]);
     }
     const F32x16 inverse = broadcast(1.0f / total);
-    const int head = task_.head * group_ + (task_.first + i) % group_;
-    const int64_t row = static_cast<int64_t>(node) * s_.heads + head;
+    const int64_t row = static_cast<int64_t>(node) * s_.heads + head_of(i);
     auto* groups = static_cast<QuantizedGroup*>(heads_) + row_offset<QuantizedGroup>(row, s_.e);
     Q* to = static_cast<Q*>(heads_) + row_offset<Q>(row, s_.e);
     for (int c = 0; c < NE / 2; ++c) {
@@ -422,7 +443,7 @@ class Attention {
   const PassPlan& plan_;
   const float* qkv_;
   void* heads_;
-  bool quantizes_;
+  bool quantizes_, to_source_;
   const AttentionTask& task_;
   int group_, length_, span_;
   int64_t width_;
@@ -434,14 +455,15 @@ class Attention {
   CachedRows<P> keys_, values_;
 };
 
-// a thread's part of attention
+// a thread's part of attention, to the texts of the rows or to their sources
 template <class T>
-void attend(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, int thread) {
+void attend(Runner& runner, const Shape& s, const Layer& l, const PassPlan& plan, const Activations<T>& rows, bool to_source,
+            int thread) {
   constexpr bool QUANTIZES = std::is_same<T, QuantizedGroup>::value;
   Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
   runner.pool.parallel_for(static_cast<int>(plan.tasks->size()), thread, [&](int i) {
     const AttentionTask& task = (*plan.tasks)[static_cast<size_t>(i)];
-    Attention<Storage<T>>(s, l, plan, rows.qkv, rows.heads, QUANTIZES, task, memory).run();
+    Attention<Storage<T>>(s, l, plan, rows.qkv, rows.heads, QUANTIZES, to_source, task, memory).run();
   });
 }
 

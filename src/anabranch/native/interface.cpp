@@ -89,8 +89,8 @@ struct Move {
 // sizes of the structs that structs.py mirrors, each followed by the offset of its last member
 constexpr int32_t LAYOUT[] = {
     sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, type),
-    sizeof(Layer),  offsetof(Layer, values),      sizeof(Shape),       offsetof(Shape, head_stride),
-    sizeof(RaggedBatch), offsetof(RaggedBatch, rotations), sizeof(Ends), offsetof(Ends, prefill),
+    sizeof(Cross), offsetof(Cross, out), sizeof(Layer),  offsetof(Layer, source),      sizeof(Shape),       offsetof(Shape, head_stride),
+    sizeof(RaggedBatch), offsetof(RaggedBatch, source_values), sizeof(Ends), offsetof(Ends, prefill),
     sizeof(Screen), offsetof(Screen, size), sizeof(LowRank), offsetof(LowRank, up),
     sizeof(StreamLayer), offsetof(StreamLayer, replaces), sizeof(Rider), offsetof(Rider, sums),
     sizeof(Taps), offsetof(Taps, rows),

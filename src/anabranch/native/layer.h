@@ -1,5 +1,5 @@
-// Transformer layers over the rows of a pass. All threads of a job run the same functions, with six barriers per layer, or
-// eight if norms follow attention and MLP.
+// Transformer layers over the rows of a pass. All threads of a job run the same functions, with six barriers per layer, two more
+// if norms follow attention and MLP, and three more if it attends to sources.
 #pragma once
 
 #include "attention.h"
@@ -43,10 +43,10 @@ Activations<T> activations(Runner& runner, const Shape& s, const Layer* layers, 
           added ? runner.added.of<float>(m * s.d) : nullptr};
 }
 
-// The plan of a pass for layers without and with a window, and memory for its rows.
+// The plan of a pass for layers without and with a window, the plan for its sources, and memory for its rows.
 template <class T>
 struct PreparedPass {
-  PassPlan plan, sliding;
+  PassPlan plan, sliding, sources;
   Activations<T> rows;
   const StreamLayer* sides;  // of each layer; null: none
 };
@@ -75,7 +75,7 @@ class LayerPart {
   // ``side`` are the layer's weights for streams; null: none
   LayerPart(Runner& runner, const Shape& s, const Layer& l, const StreamLayer* side, const PreparedPass<T>& pass, int thread)
       : runner_(runner), pool_(runner.pool), s_(s), l_(l), side_(side), plan_(l.slides != 0 ? pass.sliding : pass.plan),
-        rows_(pass.rows), thread_(thread), m_(pass.plan.rows), main_(pass.plan.nodes),
+        sources_(pass.sources), rows_(pass.rows), thread_(thread), m_(pass.plan.rows), main_(pass.plan.nodes),
         fed_(side != nullptr && side->replaces != 0 ? main_ : m_) {
     Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
     h_ = rows_.hidden == nullptr ? memory.hidden.of<T>(row_offset<T>(m_, s.d)) : rows_.hidden;
@@ -95,10 +95,12 @@ class LayerPart {
     pool_.barrier();
     store_keys_values();
     pool_.barrier();
-    attend(runner_, s_, l_, plan_, rows_, thread_);
+    attend(runner_, s_, l_, plan_, rows_, false, thread_);
     pool_.barrier();
-    if (s_.parallel == 0) {
+    if (s_.wiring != PARALLEL) {
       project_out();
+      renorm(l_.norm_in, l_.norm_in_bias);
+      if (l_.cross.q.data != nullptr) attend_to_sources();
       prefetch_weight(l_.up, pool_.size(), thread_);
       pool_.barrier();
       mlp_up();
@@ -110,11 +112,13 @@ class LayerPart {
     prefetch_weight(l_.down, pool_.size(), thread_);
     pool_.barrier();
     mlp_down();
+    renorm(l_.norm_mlp, l_.norm_mlp_bias);
   }
 
  private:
-  // h = norm of all rows, or the rows themselves without a weight; shared by the threads if there are many rows
+  // h = norm of all rows, or the rows themselves without a weight or where norms follow; shared by the threads if there are many
   void norm(const float* weight, const float* bias) {
+    if (s_.wiring == POST) weight = nullptr;
     int first = 0, last = m_;
     if (rows_.hidden != nullptr) split_range(m_, pool_.size(), thread_, &first, &last);
     for (int i = first; i < last; ++i) {
@@ -126,6 +130,18 @@ class LayerPart {
         for (int b = 0; b < s_.d / BLOCK; ++b) store32(h, b, load16(x + b * BLOCK), load16(x + b * BLOCK + 16));
     }
     if (rows_.hidden != nullptr) pool_.barrier();
+  }
+
+  // replaces the rows by their norms, where these follow attention and MLP
+  void renorm(const float* weight, const float* bias) {
+    if (s_.wiring != POST) return;
+    pool_.barrier();
+    int first, last;
+    split_range(m_, pool_.size(), thread_, &first, &last);
+    for (int i = first; i < last; ++i) {
+      float* x = plan_.x + static_cast<int64_t>(i) * s_.d;
+      normalize(s_, x, weight, bias, x);
+    }
   }
 
   // adds 32 outputs to a row of x, or keeps them for ``add_normed``
@@ -265,6 +281,29 @@ class LayerPart {
     add_normed(l_.after_attention);
   }
 
+  // adds attention of all rows to the sources of their batch rows
+  void attend_to_sources() {
+    const Cross& w = l_.cross;
+    prefetch_weight(w.q, pool_.size(), thread_);
+    pool_.barrier();
+    norm(w.norm, w.norm_bias);
+    multiply(pool_, h_, m_, w.q, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+      add_bias(w.q_bias, b, BLOCK, &low, &high);
+      float* to = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + b * BLOCK;
+      store16(to, low);
+      store16(to + 16, high);
+    });
+    prefetch_weight(w.out, pool_.size(), thread_);
+    pool_.barrier();
+    attend(runner_, s_, l_, sources_, rows_, true, thread_);
+    pool_.barrier();
+    multiply(pool_, rows_.heads, m_, w.out, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+      add_bias(w.out_bias, b, BLOCK, &low, &high);
+      add_to_row(false, row, b, low, high);
+    });
+    renorm(w.norm, w.norm_bias);
+  }
+
   // inner of the MLP; low = silu(h low'). The low-rank term may replace the MLP.
   void mlp_up() {
     norm(l_.norm_mlp, l_.norm_mlp_bias);
@@ -351,7 +390,7 @@ class LayerPart {
   const Shape& s_;
   const Layer& l_;
   const StreamLayer* side_;
-  const PassPlan& plan_;
+  const PassPlan &plan_, &sources_;
   const Activations<T>& rows_;
   const int thread_, m_;
   const int main_, fed_;  // the first rows of m_: of nodes, and of those that pass through the MLP
@@ -367,7 +406,7 @@ PreparedPass<T> prepare_pass(Runner& runner, const Shape& s, const Layer* layers
   RaggedBatch all = batch;
   const int rows = batch.nodes * (1 + streams.count);
   if (all.x == nullptr) all.x = x.of<float>(static_cast<int64_t>(rows) * s.d);
-  PreparedPass<T> pass{{}, {}, activations<T>(runner, s, layers, count, sides, rows), sides};
+  PreparedPass<T> pass{{}, {}, {}, activations<T>(runner, s, layers, count, sides, rows), sides};
   if (sliding > 0) {
     pass.plan = pass.sliding = plan_pass(all, streams, memory.sliding);
     plan_attention(runner, s, pass.rows, pass.sliding);
@@ -376,6 +415,10 @@ PreparedPass<T> prepare_pass(Runner& runner, const Shape& s, const Layer* layers
     all.window = 0;
     pass.plan = plan_pass(all, streams, memory.whole);
     plan_attention(runner, s, pass.rows, pass.plan);
+  }
+  if (batch.sizes != nullptr) {
+    pass.sources = flat_plan(pass.plan, batch.sizes, memory.sources);
+    plan_attention(runner, s, pass.rows, pass.sources);
   }
   return pass;
 }
@@ -396,10 +439,11 @@ void embed_nodes(const ThreadPool& pool, const Shape& s, const PassPlan& plan, c
     float* x = plan.x + static_cast<int64_t>(i) * s.d;
     embed<P>(ends.embedding, ends.tokens[i], s.d, x);
     scale_and_place(s.embedding_scale, places == nullptr ? nullptr : places + plan.rotation_of[i] * s.d, s.d, x);
+    if (ends.norm_embedding != nullptr) normalize(s, x, ends.norm_embedding, ends.norm_embedding_bias, x);
   }
 }
 
-// Normalises a thread's part of ``count`` rows x [count, D]: y [count, D].
+// Normalises a thread's part of ``count`` rows x [count, D], or only converts it if there is no norm: y [count, D].
 template <class P>
 void norm_rows(const ThreadPool& pool, const float* x, int count, const Shape& s, const float* weight, const float* bias, P* y,
                int thread) {
@@ -407,7 +451,10 @@ void norm_rows(const ThreadPool& pool, const float* x, int count, const Shape& s
   split_range(count, pool.size(), thread, &first, &last);
   for (int i = first; i < last; ++i) {
     const int64_t row = static_cast<int64_t>(i) * s.d;
-    normalize(s, x + row, weight, bias, y + row);
+    if (weight != nullptr)
+      normalize(s, x + row, weight, bias, y + row);
+    else
+      for (int j = 0; j < s.d; j += 16) store16(y + row + j, load16(x + row + j));
   }
 }
 

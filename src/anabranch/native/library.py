@@ -42,6 +42,7 @@ from anabranch.native.stored import FUNCTIONS as STORED_FUNCTIONS
 from anabranch.native.stored import StoredWeights
 from anabranch.native.structs import (
     LAST,
+    Cross,
     Ends,
     Layer,
     Layers,
@@ -64,6 +65,7 @@ __all__ = [
     "KINDS",
     "MAX_EMBEDDING_WIDTH",
     "STORED_TYPES",
+    "Cross",
     "Ends",
     "Layer",
     "Layers",

@@ -11,6 +11,12 @@
 
 namespace {
 
+// the weights of a layer's attention to the sources of the rows; q.data null: none
+struct Cross {
+  const float *norm, *norm_bias, *q_bias, *out_bias;  // null: none
+  Packed q, out;
+};
+
 // the weights and the cache of a layer
 struct Layer {
   // weights of norms [D], null: none; of q and k [E], or of all heads together
@@ -21,22 +27,32 @@ struct Layer {
   int32_t rope_queries, rope_keys, rope_width;
   int32_t slides;       // 1: nodes see the pass's window, 0: all positions
   void *keys, *values;  // of the pass's first batch row: [K, capacity, E]
+  Cross cross;
+  int32_t source;  // the layer in the keys and values of sources
 };
 
 enum Activation { SILU, GELU, GELU_TANH, RELU };
+
+// SEQUENTIAL: norm, attention, sum, norm, MLP, sum. PARALLEL: attention and MLP read the same rows. POST: attention, sum, norm, MLP,
+// sum, norm
+enum Wiring { SEQUENTIAL, PARALLEL, POST };
 
 // sizes shared by all layers
 struct Shape {
   int32_t d, heads, kv_heads, e, inner, rope_dim;  // rope_dim: the columns of cos and sin
   int32_t activation;                              // of the MLP
   int32_t gated;         // 1: inner = activation(gate) * up, 0: inner = activation(up)
-  int32_t parallel;      // 1: attention and MLP read the same rows, 0: one after the other
+  int32_t wiring;
   int32_t layer_norm;    // 1: LayerNorm, 0: RMS norm
   int32_t heads_normed;  // 1: q_norm and k_norm normalise all heads together, 0: each head
   int32_t quantized_cache;  // 1: keys and values are in int8 (``quantize_row``), 0: in the type of rows
   float eps, scale;
   float softcap;                          // of attention's scores; 0: none
   float residual_scale, embedding_scale;  // of what a layer adds to the rows, and of the embedding
+  // Added to the scores of a key that is k positions after its query: [H, 2 distance + 1], from -distance on; beyond that as there.
+  // Null: none.
+  const float* biases;
+  int64_t distance;
   int64_t row_stride, head_stride;  // of the cache, in values, or in bytes if it is quantised
 
   // the size of a cached key or value, in the unit of the strides: E values; quantised, E bytes and a scale for each 32
@@ -49,12 +65,16 @@ struct RaggedBatch {
   int32_t window;        // the number of positions that a node sees, including its own (0: all)
   int32_t trailing;      // 1: all nodes see the window of the newest committed token, 0: each its own
   int32_t positions;     // rows of cos and sin
+  int32_t whole;         // 1: each node sees all nodes of its batch row, 0: its ancestors and itself
   float* x;                // [M, D], in and out
   const float *cos, *sin;  // [positions, Shape::rope_dim]
   const int64_t* starts;   // [B + 1]: batch row b has the nodes starts[b] to starts[b + 1] - 1, possibly none
   const int64_t* lengths;  // committed tokens [B]
   const int64_t* parents;  // of each node [M], relative to its batch row; parents come first; -1: none; null: chains
   const int64_t* rotations;    // the row of cos and sin that is position 0 of each batch row [B]; null: 0
+  const int64_t* sizes;    // of the source of each batch row [B]; null: no layer attends to sources
+  const void* const* source_keys;  // of each batch row [B]: [layers, K, size, E], of the type of rows
+  const void* const* source_values;
 
   int start(int b) const { return static_cast<int>(starts[b]); }
   int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
@@ -82,7 +102,8 @@ struct Ends {
   Table embedding;
   const int64_t* tokens;  // [M]; null: RaggedBatch::x is given
   Table places;           // embeddings of positions, of the cache's type, row by row; rows null: none
-  const float *norm, *norm_bias;  // the last norm [D]; its bias may be null
+  const float *norm_embedding, *norm_embedding_bias;  // of the rows before the first layer [D]; null: none
+  const float *norm, *norm_bias;  // the last norm [D]; null: none
   void* hidden;           // the rows after it [M, D]; null: only keys and values are needed
   Packed head;
   const float* bias;
@@ -106,9 +127,11 @@ struct AttentionTask {
 };
 
 // A batch, and its streams, with the visible keys of its rows. Keys of a batch row are numbered from its first node on, in the
-// cache after the committed tokens. Row i of the pass attends to the committed tokens from first[i] on and to the keys
-// ancestors[offsets[i] : offsets[i + 1]], in ascending order: of its ancestors, itself, and streams. The first run[i] of these
-// are keys 0, 1, 2, ...
+// cache after the committed tokens. Row i of the pass attends to the first ``seen`` keys of its batch row from first[i] on, which
+// are the committed tokens, and to the keys ancestors[offsets[i] : offsets[i + 1]] after them, in ascending order: of its
+// ancestors, itself, and streams. The first run[i] of these are keys 0, 1, 2, ...
+//
+// In a flat plan all rows of a batch row attend to the same keys, ``seen`` of them: to all nodes, or to its source.
 struct PassPlan : RaggedBatch {
   Streams streams;
   int32_t rows;             // M (1 + S)
@@ -117,23 +140,25 @@ struct PassPlan : RaggedBatch {
   const int64_t* rotation_of;     // its row of cos and sin [rows]
   const int32_t *offsets, *ancestors, *first, *run;
   std::vector<AttentionTask>* tasks;  // of one layer
+  const int64_t* seen;                // [B]
+  bool flat;
 
-  // number of keys of a batch row
-  int keys(int b) const { return count(b) * (1 + streams.count); }
+  // number of keys of a batch row after those that all of its rows see
+  int keys(int b) const { return flat ? 0 : count(b) * (1 + streams.count); }
   // number of keys visible to the last row of a batch row
-  int span(int b) const { return static_cast<int>(lengths[b]) + keys(b); }
+  int span(int b) const { return static_cast<int>(seen[b]) + keys(b); }
 };
 
 // memory of a plan
 struct PlanMemory {
-  Workspace row, key, positions, rotations, offsets, first, run;
+  Workspace row, key, positions, rotations, offsets, first, run, seen;
   std::vector<int32_t> ancestors;
   std::vector<AttentionTask> tasks;
 };
 
-// memory of the plans of a pass: for layers without and with a window
+// memory of the plans of a pass: for layers without and with a window, and for sources
 struct PassMemory {
-  PlanMemory whole, sliding;
+  PlanMemory whole, sliding, sources;
 };
 
 // A batch without its prefill nodes: the batch that follows them, and the indices of its nodes in the whole one.
@@ -158,6 +183,17 @@ struct Tail {
     batch.starts = starts.data(), batch.lengths = lengths.data(), batch.parents = parents.data();
   }
 };
+
+// A plan for attention of the rows of another one to ``seen`` keys of each batch row [B]
+PassPlan flat_plan(const PassPlan& rows, const int64_t* seen, PlanMemory& memory) {
+  PassPlan plan = rows;
+  int32_t *offsets = memory.offsets.of<int32_t>(rows.rows + 1), *none = memory.first.of<int32_t>(rows.rows);
+  std::fill(offsets, offsets + rows.rows + 1, 0), std::fill(none, none + rows.rows, 0);
+  plan.offsets = offsets, plan.first = plan.run = none, plan.ancestors = nullptr;
+  plan.tasks = &memory.tasks;
+  plan.seen = seen, plan.flat = true;
+  return plan;
+}
 
 // A batch's plan without its attention tasks. Throws Refusal for an invalid parent or position.
 PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory& memory) {
@@ -185,6 +221,7 @@ PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory&
     positions[i] = parent < 0 ? length : positions[above] + 1;
     rotations[i] = positions[i] + (batch.rotations == nullptr ? 0 : batch.rotations[row[i]]);
     require(in_range(rotations[i], 0, batch.positions - 1 - streams.count), "a position is beyond the rotary tables");
+    if (batch.whole != 0) continue;
     const int64_t newest = trailing ? length - 1 : positions[i];
     const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
     first[i] = static_cast<int32_t>(std::min(from, length));
@@ -218,7 +255,12 @@ PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory&
   plan.first = first;
   plan.run = run;
   plan.tasks = &memory.tasks;
-  return plan;
+  plan.seen = batch.lengths;
+  plan.flat = false;
+  if (batch.whole == 0) return plan;
+  int64_t* all = memory.seen.of<int64_t>(batch.batch);
+  for (int b = 0; b < batch.batch; ++b) all[b] = batch.lengths[b] + batch.count(b);
+  return flat_plan(plan, all, memory);
 }
 
 // ---- embeddings ---------------------------------------------------------------------------------------------------
@@ -296,6 +338,9 @@ void check(const Shape& s) {
   require(in_range(s.rope_dim, 0, 4 * s.e) && s.rope_dim % 2 == 0, "rotation tables are too wide, or odd");
   require(in_range(s.activation, SILU, RELU), "unknown activation");
   require(in_range(s.quantized_cache, 0, 1), "unknown kind of cache");
+  require(in_range(s.wiring, SEQUENTIAL, POST), "unknown wiring");
+  require(s.biases == nullptr || (in_range(s.distance, 1, MAX_VALUES) && s.scale == 1.0f && s.softcap == 0.0f),
+          "scores with biases are scaled, or biases have no distances");
 }
 
 void check(const Shape& s, const RaggedBatch& batch, int streams) {
@@ -315,6 +360,8 @@ void check(const Shape& s, const RaggedBatch& batch, int streams) {
   require(s.head_stride > 0 && s.head_stride % s.cached() == 0 && capacity <= std::numeric_limits<int32_t>::max() - 64,
           "the cache's head stride is not a multiple of a key's size");
   require(batch.batch == 1 || s.row_stride >= s.kv_heads * s.head_stride, "the cache's rows overlap");
+  require(batch.whole == 0 || (batch.parents == nullptr && streams == 0 && batch.window == 0 && batch.trailing == 0),
+          "nodes that all see each other have parents, streams or a window");
   for (int b = 0; b < batch.batch; ++b)
     require(in_range(batch.lengths[b], batch.trailing != 0 && batch.count(b) > 0 ? 1 : 0, capacity - batch.count(b) * (1 + static_cast<int64_t>(streams))),
             "the cache is too small for a pass");
@@ -336,6 +383,20 @@ void check(int kind, const Shape& s, const Layer& l) {
     check(l.low, kind, l.low.outputs, s.d);
     check(l.high, kind, s.d, l.low.outputs);
   }
+  require(s.wiring != POST || (l.norm_in != nullptr && l.norm_mlp != nullptr), "there is no norm after attention or MLP");
+  if (l.cross.q.data == nullptr) return;
+  require(s.wiring != POST || l.cross.norm != nullptr, "there is no norm after attention to sources");
+  require(s.wiring != PARALLEL && l.source >= 0, "a layer with a source is parallel, or has no number");
+  check(l.cross.q, kind, s.heads * s.e, s.d);
+  check(l.cross.out, kind, s.d, s.heads * s.e);
+}
+
+void check_sources(const RaggedBatch& batch) {
+  require(batch.sizes != nullptr && batch.source_keys != nullptr && batch.source_values != nullptr, "a pass has no sources");
+  for (int b = 0; b < batch.batch; ++b)
+    require(batch.count(b) == 0 || (in_range(batch.sizes[b], 1, MAX_VALUES) && batch.source_keys[b] != nullptr &&
+                                    batch.source_values[b] != nullptr),
+            "a row has no source");
 }
 
 void check(int kind, const void* runner, const Shape* s, const Layer* layers, int count, const RaggedBatch* batch,
@@ -348,6 +409,7 @@ void check(int kind, const void* runner, const Shape* s, const Layer* layers, in
   const char* first = reinterpret_cast<const char*>(layers);
   for (size_t at = 0; at < static_cast<size_t>(count) * sizeof(Layer); at += 64) prefetch(first + at);
   for (int i = 0; i < count; ++i) check(kind, *s, layers[i]);
+  if (std::any_of(layers, layers + count, [](const Layer& l) { return l.cross.q.data != nullptr; })) check_sources(*batch);
 }
 
 void check(const Taps& taps, int layers, int nodes) {
@@ -358,7 +420,7 @@ void check(const Taps& taps, int layers, int nodes) {
 }
 
 void check(int kind, const Shape& s, const RaggedBatch& batch, const Ends& ends) {
-  require(ends.norm != nullptr && (ends.hidden != nullptr || ends.chosen == nullptr), "a pass has no last norm or no output");
+  require(ends.hidden != nullptr || ends.chosen == nullptr, "a pass has no output");
   require(ends.tokens != nullptr || batch.x != nullptr, "a pass has no tokens and no rows");
   if (ends.tokens != nullptr) {
     check(ends.embedding, s.d);

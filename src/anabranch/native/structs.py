@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 __all__ = [
     "LAST",
+    "Cross",
     "Ends",
     "Layer",
     "Layers",
@@ -44,8 +45,20 @@ class Table(ctypes.Structure):
     _fields_ = (("rows", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("packed", "words", "type")))
 
 
+class Cross(ctypes.Structure):
+    """The weights of a layer's attention to the sources of the rows; without data in q: none."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm", "norm_bias", "q_bias", "out_bias")),
+        *((name, Packed) for name in ("q", "out")),
+    )
+
+
 class Layer(ctypes.Structure):
-    """The weights and the cache of one layer."""
+    """The weights and the cache of one layer.
+
+    source  the layer in the keys and values of sources
+    """
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")),
@@ -55,6 +68,8 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rope_queries", "rope_keys", "rope_width", "slides")),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
+        ("cross", Cross),
+        ("source", ctypes.c_int32),
     )
 
 
@@ -64,14 +79,18 @@ Layers: TypeAlias = ctypes.Array[Layer]
 class Shape(ctypes.Structure):
     """Sizes shared by all layers.
 
+    wiring           0: sequential, 1: attention and MLP in parallel, 2: sequential, with norms after the sums
     quantized_cache  1: keys and values are stored in int8 with scales, and strides are in bytes; else in values
+    biases           added to scores by the distance from query to key, float32 [heads, 2 distance + 1]; null: none
     """
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
-        *((name, ctypes.c_int32) for name in ("activation", "gated", "parallel", "layer_norm", "heads_normed")),
+        *((name, ctypes.c_int32) for name in ("activation", "gated", "wiring", "layer_norm", "heads_normed")),
         ("quantized_cache", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "residual_scale", "embedding_scale")),
+        ("biases", ctypes.c_void_p),
+        ("distance", ctypes.c_int64),
         ("row_stride", ctypes.c_int64),
         ("head_stride", ctypes.c_int64),
     )
@@ -82,13 +101,17 @@ class RaggedBatch(ctypes.Structure):
 
     nodes       total number of nodes
     positions   number of rows of ``cos`` and ``sin``
+    whole       1: each node sees all nodes of its batch row
     rotations       the row of ``cos`` and ``sin`` that is position 0 of each batch row; null: 0
     x           the nodes' hidden states; null: the kernels use their own memory
+    sizes       positions of the source of each batch row, null: there are none; and the addresses of its keys and
+                values [layers, K, size, E]
     """
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions")),
+        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions", "whole")),
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents", "rotations")),
+        *((name, ctypes.c_void_p) for name in ("sizes", "source_keys", "source_values")),
     )
 
 
@@ -102,6 +125,7 @@ class Ends(ctypes.Structure):
         ("embedding", Table),
         ("tokens", ctypes.c_void_p),
         ("places", Table),
+        *((name, ctypes.c_void_p) for name in ("norm_embedding", "norm_embedding_bias")),
         *((name, ctypes.c_void_p) for name in ("norm", "norm_bias", "hidden")),
         ("head", Packed),
         ("bias", ctypes.c_void_p),
@@ -157,9 +181,10 @@ class Taps(ctypes.Structure):
 LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
     (Packed, "kind"),
     (Table, "type"),
-    (Layer, "values"),
+    (Cross, "out"),
+    (Layer, "source"),
     (Shape, "head_stride"),
-    (RaggedBatch, "rotations"),
+    (RaggedBatch, "source_values"),
     (Ends, "prefill"),
     (Screen, "size"),
     (LowRank, "up"),
