@@ -14,7 +14,7 @@ import torch
 import anabranch as public
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.api import Model
-from anabranch.capabilities import ALPHABET, COMBINED, QUESTIONS, StandIn, matrix, supports
+from anabranch.capabilities import ALPHABET, COMBINED, QUESTIONS, WITH_SOURCE, StandIn, matrix, supports
 from anabranch.declared import CALL
 from anabranch.decoding.engine import Request
 from anabranch.drafting.settings import Settings
@@ -188,12 +188,14 @@ def test_the_matrix_has_every_method_and_follows_the_registry(monkeypatch: pytes
         raise CapabilityError("there is no oak; plant one")
 
     monkeypatch.setattr(registry, "_registry", methods())
-    register(Method("oak", "a tree", Settings, build, variants=("",)))
+    register(Method("oak", "a tree", Settings, build, variants=("",), with_source=True))
     rows = {row.drafter: row for row in matrix()}
     assert list(rows) == [*DRAFTERS, "oak"]
     assert {name: cell.reason for name, cell in rows["oak"].cells.items()} == dict.fromkeys(
-        [*QUESTIONS, COMBINED], "there is no oak; plant one"
+        [*QUESTIONS, COMBINED, WITH_SOURCE], "there is no oak; plant one"
     )
+    assert rows["suffix"].cells[WITH_SOURCE]
+    assert "does not draft for encoder-decoder models" in rows["streams"].cells[WITH_SOURCE].reason
     assert rows["streams:tree=auto"].adaptive
     assert not rows["streams"].adaptive
     assert (rows["streams"].trained, rows["ngram"].trained, rows["suffix"].trained) == ("streams", "ngram", "")
@@ -292,3 +294,4 @@ def test_the_command_for_a_model(anabranch: Anabranch, toys: Any) -> None:
     rows = {row["drafter"]: row for row in json.loads(anabranch("info", str(toys.model), "--matrix", "--json").out)}
     assert rows["suffix"]["cells"]["match, greedy"]["supported"]
     assert "needs an adapter" in rows["streams"]["cells"]["match, greedy"]["reason"]
+    assert WITH_SOURCE not in rows["suffix"]["cells"]

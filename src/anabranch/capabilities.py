@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMBINED",
     "QUESTIONS",
+    "WITH_SOURCE",
     "Capabilities",
     "StandIn",
     "Support",
@@ -60,6 +61,7 @@ WORDS = 64
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz0123456789 "{}[]:,.-+*/\\_ABCDEFGHIJKL'  # and an end token
 REGEX = "[a-z]{40}"  # a constraint that no short text completes
 COMBINED = "combined"
+WITH_SOURCE = "encoder-decoder"
 # the columns of the table: a call for every drafter
 QUESTIONS: dict[str, dict[str, Any]] = {
     "match, greedy": {},
@@ -299,6 +301,8 @@ class Capabilities:
 def matrix(ask: Callable[..., Support] = supports) -> tuple[Capabilities, ...]:
     """The answers to all ``QUESTIONS``, and to being combined, for each method with each of its variants.
 
+    Without a model also for an encoder-decoder target; a loaded model answers for its own kind.
+
     ask  whom to ask: ``supports``, or ``Model.supports`` of a loaded model
     """
     rows = []
@@ -307,6 +311,8 @@ def matrix(ask: Callable[..., Support] = supports) -> tuple[Capabilities, ...]:
             drafter = f"{method.name}:{variant}" if variant else method.name
             cells = {name: ask(drafter, **options) for name, options in QUESTIONS.items()}
             cells[COMBINED] = ask(f"{drafter}+{_partner(method).name}")
+            if ask is supports:
+                cells[WITH_SOURCE] = supports(drafter, encoder=True)
             adaptive = method.settings.parse(variant, method.name).adaptive
             rows.append(Capabilities(drafter, adaptive, _trained_by(method), cells))
     return tuple(rows)

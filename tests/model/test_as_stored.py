@@ -25,8 +25,8 @@ from anabranch.model import as_stored, packed_file
 from anabranch.model.as_stored import describe_stored
 from anabranch.model.gguf import read_gguf
 from anabranch.model.load import Target, load_target
+from anabranch.model.native_backend import stack_of
 from anabranch.model.native_linear import NativeLinear
-from anabranch.model.stack import stack_of
 from anabranch.native.arguments import FLOATS, STORED_TYPES
 from anabranch.native.library import library
 from children import in_child, together

@@ -19,10 +19,10 @@ from anabranch.model.encoder import Source
 from anabranch.model.families import model_config
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import load_target
+from anabranch.model.native_backend import NativeBackend
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.relative import buckets_of
-from anabranch.model.stack import NativeBackend
 from anabranch.model.weights import fill_decoder, fingerprint
 from anabranch.native import library as native
 from anabranch.tree import DraftTree

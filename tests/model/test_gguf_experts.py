@@ -21,9 +21,9 @@ from anabranch.model.gguf import read_gguf
 from anabranch.model.inputs import Inputs
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target, load_target
+from anabranch.model.native_backend import ProductsBackend
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.reads import weight_bytes
-from anabranch.model.stack import ProductsBackend
 from anabranch.native.library import library
 from anabranch.tree import DraftTree
 from small import logits_after, new_cache

@@ -20,7 +20,7 @@ from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.gguf import _read, read_gguf
 from anabranch.model.gguf_config import HONOURED, config_of
 from anabranch.model.load import load_target
-from anabranch.model.stack import NativeBackend
+from anabranch.model.native_backend import NativeBackend
 from anabranch.native import library as native
 from small import logits_after
 

@@ -183,6 +183,13 @@ def test_the_command_line_takes_the_source(
     assert anabranch(*certify).out == "3 equal, 0 ties, 0 bugs of 3 prompts with lookahead\n"
     sampled = anabranch(*certify, "--sampling", "--temperature", 2, "--effect", 1, "--limit", 1)
     assert sampled.code == 0, sampled.out + sampled.err
+    out = tmp_path / "result.json"
+    bench = "bench", *loads, "--suite", prompts, "--max-new-tokens", 6, "--out", out
+    done = anabranch(*bench, "--method", "none", "--method", "prompt_lookup")
+    assert done.code == 0, done.err
+    result = json.loads(out.read_text())
+    assert [each["name"] for each in result["contenders"]] == ["none", "prompt_lookup"]
+    assert (result["complete"], result["prompts_done"]) == (True, 3)
     refused = anabranch("tune", *loads, "--prompts", prompts)
     assert refused.code == 1
     assert "tuning is for decoder-only models, and" in refused.err

@@ -34,10 +34,11 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
+from anabranch.model.native_backend import NativeBackend, stack_of
 from anabranch.model.native_linear import NativeLinear, Screen
 from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
-from anabranch.model.stack import NativeBackend, Stack, stack_of
+from anabranch.model.stack import Stack
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, argmax, gumbels, position_keys
 from anabranch.tree import DraftTree

@@ -22,7 +22,7 @@ from anabranch.errors import InputError
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
-from anabranch.model.stack import stack_of
+from anabranch.model.native_backend import stack_of
 
 __all__ = ["Costs", "PassCosts", "StepCosts", "costs_of", "disturbed", "known_costs", "measure_passes"]
 

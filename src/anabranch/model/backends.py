@@ -1,7 +1,7 @@
 """Backends, which run the forward passes of a decoder: in PyTorch, or as captured graphs.
 
-The backend of the native kernels is in ``stack``. A backend holds at most packed copies of weights, so every call takes
-the network.
+Those of the native kernels are in ``native_backend``. A backend holds at most packed copies of weights, so every call
+takes the network.
 
 B rows of the batch, M nodes of all rows, N nodes of the widest row, R rows of one pass, S rows a node of a rider,
 V vocabulary, D model width.

@@ -15,9 +15,10 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
 from anabranch.model.inputs import starts_of
 from anabranch.model.kernel_use import native_for
+from anabranch.model.native_backend import NativeBackend, ProductsBackend
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult
-from anabranch.model.stack import LayerWeights, NativeBackend, ProductsBackend, Stack, StackStep
+from anabranch.model.stack import LayerWeights, Stack, StackStep
 from anabranch.native import library as native
 
 __all__ = ["ExpertsBackend", "backend_of"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
+from anabranch.model.native_backend import ProductsBackend
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.network import Network
-from anabranch.model.stack import ProductsBackend
 from anabranch.model.training_formats import Int8Linear
 from anabranch.support.memory import give_back
 

@@ -25,7 +25,8 @@ from anabranch.methods.streams.native import narrow_layer
 from anabranch.methods.streams.trailing import Trailed, lengths_with
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
-from anabranch.model.stack import Stack, stack_of
+from anabranch.model.native_backend import stack_of
+from anabranch.model.stack import Stack
 from anabranch.tree import DraftTree
 
 __all__ = ["COPY", "Copied", "QuantizedCopy"]

@@ -39,9 +39,9 @@ from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.device.layers import attend, trusted
+from anabranch.model.native_backend import stack_of
 from anabranch.model.passes import Entry, Pass
 from anabranch.model.riding import NativeRider
-from anabranch.model.stack import stack_of
 
 Look: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
