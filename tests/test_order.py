@@ -10,8 +10,8 @@ import pytest
 from anabranch.decoding import ticks
 from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Request
-from anabranch.decoding.order import OLDEST, Order
 from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.decoding.ticket import OLDEST, Order
 from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model.decoder import Decoder

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from anabranch.bench.application import Application
-from anabranch.bench.passes import Pass, passes_of
 from anabranch.bench.quality import add_quality, quality_table
-from anabranch.bench.run import Answer
+from anabranch.bench.run import Answer, Pass, passes_of
+from anabranch.bench.suites import Application
 from anabranch.bench.summary import ContenderAnswers
 from anabranch.cli.options import Prompts
 from anabranch.decoding.engine import Step, Timings

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from anabranch.bench.verdict import short_table, verdict
+from anabranch.bench.report import short_table, verdict
 
 
 def contender(name: str, rate: float, **facts: object) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.drafting.quoting import pieces, quoted, unquoted
+from anabranch.drafting.settings import pieces, quoted, unquoted
 from anabranch.errors import InputError
 from anabranch.methods import parse_spec
 

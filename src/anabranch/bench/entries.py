@@ -14,7 +14,7 @@ from anabranch.bench.peers.environments import find_python
 from anabranch.control.controller import Controller
 from anabranch.control.profiles import settle
 from anabranch.declared import Keywords
-from anabranch.drafting.quoting import pieces
+from anabranch.drafting.settings import pieces
 from anabranch.errors import InputError
 from anabranch.loading import Loaded
 from anabranch.methods import AUTO, make_drafter, parse_spec, resolve_spec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.application import Application
 from anabranch.bench.cells import CALL_TITLES, call_cells, decimal, percent, quartiles_cell
+from anabranch.bench.suites import Application
 from anabranch.bench.summary import ContenderAnswers
 from anabranch.loading import Loaded
 from anabranch.methods import Spec, resolve_spec

@@ -13,16 +13,17 @@ end together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from anabranch.bench.contenders import Contender, Run, Served
-from anabranch.bench.passes import Pass, passes_of
 from anabranch.bench.suites import SuitePrompt
+from anabranch.decoding.engine import Step
 from anabranch.decoding.stats import Stats
 from anabranch.errors import AnabranchError
+from anabranch.tree import DraftTree
 
 __all__ = [
     "FAILURES",
@@ -30,12 +31,56 @@ __all__ = [
     "Encoded",
     "Load",
     "Outcome",
+    "Pass",
     "Round",
     "describe",
     "one_by_one",
+    "passes_of",
     "rounds",
     "warm_up",
 ]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass.
+
+    tokens    emitted, in order
+    sources   what proposed each of them; "target" for the target's own
+    rejected  draft tokens that would have followed the accepted ones: each the drafter's first choice
+    """
+
+    tokens: tuple[int, ...]
+    sources: tuple[str, ...]
+    rejected: tuple[int, ...] = ()
+
+    def to_list(self) -> list[Any]:
+        """As JSON values, for the journal."""
+        return [self.tokens, self.sources, self.rejected]
+
+    @staticmethod
+    def from_list(record: Any) -> Pass:
+        """The inverse of ``to_list``."""
+        tokens, sources, rejected = map(tuple, record)
+        return Pass(tokens, sources, rejected)
+
+
+def passes_of(steps: Iterable[Step]) -> list[Pass]:
+    """The passes of a sequence."""
+    return [
+        Pass(step.tokens, step.sources, () if step.finish else _first_choices(step.tree, step.verdict.path[-1]))
+        for step in steps
+    ]
+
+
+def _first_choices(tree: DraftTree, node: int) -> tuple[int, ...]:
+    """The tokens from a node on, always to the first child."""
+    choices = []
+    while children := tree.children(node):
+        node = children[0]
+        choices.append(int(tree.tokens[node]))
+    return tuple(choices)
+
 
 # failures of a contender, which is reported as failed and excluded from timings; the others continue
 FAILURES = (AnabranchError, RuntimeError, ValueError, OSError, MemoryError)

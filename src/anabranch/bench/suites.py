@@ -12,8 +12,9 @@ from anabranch.errors import FetchError, FileError, InputError
 from anabranch.support.files import LONE_SURROGATES
 from anabranch.support.jsonfiles import read_rows
 from anabranch.support.nearest import hint
+from anabranch.tasks import Task, TaskRow, find_task, rows_of, sample
 
-__all__ = ["SUITES", "Suite", "SuitePrompt", "load_suite"]
+__all__ = ["SUITES", "Application", "Suite", "SuitePrompt", "load_suite"]
 
 
 @dataclass(frozen=True)
@@ -181,3 +182,54 @@ def _spread(prompts: list[SuitePrompt], limit: int) -> list[SuitePrompt]:
     turns = max(len(group) for group in tasks.values())
     order = [group[turn] for turn in range(turns) for group in tasks.values() if turn < len(group)]
     return order[:limit]
+
+
+@dataclass(frozen=True)
+class Application:
+    """A task and the rows to decode.
+
+    split  the split that the rows are from, which has ``of`` rows
+    """
+
+    task: Task
+    split: str
+    rows: list[TaskRow]
+    of: int
+
+    @staticmethod
+    def read(
+        text: str,
+        *,
+        data: Path | None = None,
+        split: str = "test",
+        limit: int | None = None,
+        template: str | None = None,
+        completion: str | None = None,
+        metrics: Sequence[str] = (),
+    ) -> Application:
+        """The task ``text``, a name or a JSONL file, and ``limit`` of its rows.
+
+        Raises InputError or FileError.
+        """
+        task = find_task(text, template=template, completion=completion, metrics=metrics)
+        rows = rows_of(task, split, data)
+        return Application(task, split, sample(rows, limit), len(rows))
+
+    @property
+    def prompts(self) -> list[SuitePrompt]:
+        """The prompts of the rows, in order."""
+        return [SuitePrompt(row.name, self.task.name, row.prompt, row.messages) for row in self.rows]
+
+    def described(self) -> dict[str, Any]:
+        """The task, for the result file."""
+        task = self.task
+        return {
+            "name": task.name,
+            "template": task.template.text,
+            "completion": list(task.completion),
+            "metrics": list(task.metrics),
+            "split": self.split,
+            "rows": len(self.rows),
+            "of": self.of,
+            "licence": task.licence,
+        }

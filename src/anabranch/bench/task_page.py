@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from anabranch.bench.application import Application
 from anabranch.bench.report import heading, tables_of
 from anabranch.bench.run import Answer
+from anabranch.bench.suites import Application
 from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.support.plots import LINES
 

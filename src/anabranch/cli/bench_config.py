@@ -18,10 +18,9 @@ from anabranch.errors import InputError
 from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
-    from anabranch.bench.application import Application
     from anabranch.bench.entries import Entry
     from anabranch.bench.run import Encoded
-    from anabranch.bench.suites import SuitePrompt
+    from anabranch.bench.suites import Application, SuitePrompt
     from anabranch.loading import Loaded
     from anabranch.model.quantize import Rounding
 

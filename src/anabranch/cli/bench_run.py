@@ -26,8 +26,8 @@ from anabranch.support.interrupt import INTERRUPTED
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from anabranch.bench.application import Application
     from anabranch.bench.session import Session
+    from anabranch.bench.suites import Application
 
 __all__ = ["decode", "run", "stop_unmeasured"]
 
@@ -202,8 +202,7 @@ def _write(result: dict[str, Any], out: Path, *, figures: bool) -> list[Path]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from anabranch.bench.report import DETAILS, heading, tables_of
-    from anabranch.bench.verdict import short_table, verdict
+    from anabranch.bench.report import DETAILS, heading, short_table, tables_of, verdict
     from anabranch.cli.layout import fits, output, print_tables
 
     show, contenders = output(), result["contenders"]

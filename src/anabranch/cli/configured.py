@@ -32,7 +32,6 @@ from typer.main import get_command
 
 from anabranch.cli import completion
 from anabranch.cli.help import HELP, Verb
-from anabranch.cli.plugins import PLUGIN
 from anabranch.declared import CALL, Keywords, hints_of
 from anabranch.declared import Option as Declared
 from anabranch.loading import LoadConfig
@@ -40,7 +39,7 @@ from anabranch.loading import LoadConfig
 if TYPE_CHECKING:
     from anabranch.learning.recipe import Option, Recipe, Training
 
-__all__ = ["build", "chosen", "configured", "extended", "parameters", "recipe_rows"]
+__all__ = ["PLUGIN", "Plugins", "build", "chosen", "configured", "extended", "parameters", "recipe_rows"]
 
 C = TypeVar("C")
 
@@ -213,3 +212,22 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
         default=inspect.Parameter.empty if default is MISSING else default,
         annotation=annotation,
     )
+
+
+def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
+    """Register the methods of files, before other options name them."""
+    for path in paths or ():
+        from anabranch.methods import load_plugin
+
+        load_plugin(path)
+    return paths
+
+
+PLUGIN: Any = typer.Option(
+    "--plugin",
+    metavar="FILE.py",
+    is_eager=True,
+    callback=_load_plugins,
+    help="run this Python file first, which registers a drafter of your own (docs/methods.md); repeatable",
+)
+Plugins = Annotated[Optional[list[Path]], PLUGIN]  # noqa: UP045 - of a command without a configuration

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anabranch.cli import completion
-from anabranch.cli.plugins import Plugins
+from anabranch.cli.configured import Plugins
 from anabranch.errors import AdapterError, FileError, InputError
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from anabranch.loading import LoadConfig, Loaded
 from anabranch.support.jsonfiles import read_whole
 
 if TYPE_CHECKING:
-    from anabranch.bench.application import Application
-    from anabranch.bench.suites import SuitePrompt
+    from anabranch.bench.suites import Application, SuitePrompt
     from anabranch.sampling import SamplingParams
 
 __all__ = [
@@ -157,7 +156,7 @@ class Prompts:
         return self._application(self.limit, metrics)
 
     def _application(self, limit: int | None, metrics: tuple[str, ...] = ()) -> Application | None:
-        from anabranch.bench.application import Application
+        from anabranch.bench.suites import Application
 
         if not self.of_task:
             if useless := [name for name in OF_TASKS if getattr(self, name) != getattr(Prompts, name)]:

@@ -23,10 +23,9 @@ import typer
 from anabranch.cli import completion, options
 from anabranch.cli.configured import extended
 from anabranch.cli.help import HELP, Verb, Verbs
-from anabranch.cli.train_answers import answers
+from anabranch.cli.train_answers import Timing, answers
 from anabranch.cli.train_data import DataConfig, OwnDataConfig
 from anabranch.cli.train_tables import table_command
-from anabranch.cli.train_task import Timing
 from anabranch.loading import LoadConfig
 from anabranch.methods import TRAININGS, training
 

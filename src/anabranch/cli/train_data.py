@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.train_task import TaskConfig
+from anabranch.cli.train_answers import TaskConfig
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen

@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from anabranch.control.controller import Controller
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.prefixes import Prefixes
 from anabranch.decoding.ticket import Ticket, lending
 from anabranch.decoding.ticks import Ticks
-from anabranch.decoding.turn import Turn
 from anabranch.drafting.drafter import Drafter
 from anabranch.errors import InputError, OutOfMemoryError
 from anabranch.methods.none import NoDrafter
@@ -28,7 +28,45 @@ from anabranch.support.forks import renewed_after_fork
 from anabranch.support.memory import free_memory, give_back
 from anabranch.support.plain_torch import plain_torch
 
-__all__ = ["Scheduler", "Ticket"]
+__all__ = ["Scheduler", "Ticket", "Turn"]
+
+
+class Turn:
+    """A lock, ``with turn:``, that its owner can lend (``with turn.lent():``).
+
+    Released only by its owner: Ctrl-C may arrive while a thread waits to take it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        renewed_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Take it from a thread that does not exist in a child."""
+        if self._owner != threading.get_ident():
+            self._lock, self._owner = threading.Lock(), None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._owner == threading.get_ident():
+            self._owner = None
+            self._lock.release()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let other threads, or calls within this one, have the turn inside the block."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
 
 ROWS = 64  # at a time at most, unless told otherwise
 POSITIONS = 8 * (MIN_CAPACITY + 64)  # of all rows that an idle cache may hold: 8 rows of the smallest capacity

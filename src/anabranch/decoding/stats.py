@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anabranch.decoding.engine import Step, Timings
-from anabranch.drafting.calls import Kind
+from anabranch.drafting.drafter import Kind
 from anabranch.drafting.expected import PREDICTION
 
 __all__ = ["Stats"]

@@ -27,9 +27,8 @@ import torch
 from anabranch.control.controller import Controller
 from anabranch.decoding.batch import CHUNK, Member
 from anabranch.decoding.engine import Engine, Step
-from anabranch.decoding.order import Order
 from anabranch.decoding.prefixes import Family, Prefixes
-from anabranch.decoding.ticket import Ticket
+from anabranch.decoding.ticket import Order, Ticket
 from anabranch.drafting.drafter import Drafter
 from anabranch.errors import OutOfMemoryError
 from anabranch.model.decoder import Decoder

@@ -11,13 +11,12 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.drafting.acceptance import Acceptance
-from anabranch.drafting.calls import Call
 from anabranch.drafting.counting import DraftCost, DraftShape
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError
@@ -38,6 +37,7 @@ __all__ = [
     "Call",
     "DeviceDrafter",
     "Drafter",
+    "Kind",
     "Method",
     "Needs",
     "Observation",
@@ -49,6 +49,37 @@ __all__ = [
     "sized",
     "tally",
 ]
+
+# target   the target's own pass over the draft tree
+# copy     all layers of a quantised copy of the target
+# partial  some of the target's layers (trailing streams), or a layer like them (EAGLE, Hydra++)
+# draft    a draft model
+# heads    draft heads, or the vocabulary head alone over the states of streams that rode in the target's pass
+# inner    a draft of an inner drafter (staged), which reads no weights
+Kind: TypeAlias = Literal["target", "copy", "partial", "draft", "heads", "inner"]
+
+
+class Call(NamedTuple):
+    """One pass, as a row counts it: each of the rows that share a pass counts it as one and its bytes in equal parts.
+
+    layers  decoder layers that it runs, out of the ``of`` layers of the target or, if it is one, the draft model
+    read    bytes of weights that it reads, that of a vocabulary head that scores tokens included, the KV cache not
+    """
+
+    kind: Kind
+    layers: int = 0
+    of: int = 0
+    read: float = 0.0
+
+    @property
+    def name(self) -> tuple[Kind, int, int]:
+        """Key of the count: kind, layers run, layers in total."""
+        return self.kind, self.layers, self.of
+
+    def shared(self, rows: int) -> Call:
+        """Each row's share of a pass over this many rows."""
+        return self if rows == 1 else self._replace(read=self.read / rows)
+
 
 _ids = itertools.count()
 

@@ -20,8 +20,7 @@ from torch import nn
 
 from anabranch.drafting.combined import ChoiceDrafter, CombinedDrafter
 from anabranch.drafting.drafter import Drafter, Method
-from anabranch.drafting.quoting import pieces
-from anabranch.drafting.settings import Settings
+from anabranch.drafting.settings import Settings, pieces
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.decoder import Decoder
 from anabranch.support.nearest import hint

@@ -28,6 +28,7 @@ from anabranch.support.interrupt import shielded
 from anabranch.support.log import LOGGER
 from anabranch.train.checkpoint import (
     BEST,
+    Best,
     drop_run,
     load_checkpoint,
     load_weights,
@@ -37,9 +38,7 @@ from anabranch.train.checkpoint import (
 )
 from anabranch.train.data import batches, digest
 from anabranch.train.logs import Logs
-from anabranch.train.patience import Best
-from anabranch.train.processes import Processes
-from anabranch.train.shares import Share, shares
+from anabranch.train.processes import Processes, Share, shares
 from anabranch.train.states import KeptStates
 
 __all__ = ["TREES", "Progress", "Trainer"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anabranch.drafting.calls import Call
+from anabranch.drafting.drafter import Call
 from anabranch.drafting.head import DraftHead
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.model.cache import Cache

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anabranch.drafting.calls import Call
+from anabranch.drafting.drafter import Call
 from anabranch.drafting.grow_tensors import grow_tensors, trees_of
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.heads.drafter import HeadDraft, HeadSettings

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anabranch.drafting.calls import Call
+from anabranch.drafting.drafter import Call
 from anabranch.drafting.grow import Child, Form, Growth, by_depth, grow
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.heads.drafter import HeadDraft, HeadSettings

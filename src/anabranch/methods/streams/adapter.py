@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
-from anabranch.methods.terms import LayerTuning, terms_of
+from anabranch.methods.terms import LayerTuning, LowRank, terms_of
 from anabranch.model.blocks import Block, RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder

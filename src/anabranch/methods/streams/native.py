@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.drafting.calls import Call
+from anabranch.drafting.drafter import Call
 from anabranch.drafting.head import DraftHead
-from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.adapter import StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
+from anabranch.methods.terms import LowRank
 from anabranch.model.blocks import Block
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anabranch.methods.low_rank import LowRank
 from anabranch.methods.streams.adapter import RootTerm, StreamModule
+from anabranch.methods.terms import LowRank
 from anabranch.model.decoder import Decoder
 from anabranch.model.riding import NativeRider, Side, Term
 
