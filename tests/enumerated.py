@@ -64,11 +64,16 @@ def outcomes(run: Callable[[Draws], T]) -> Iterator[tuple[T, float]]:
         given = [chosen for chosen, _ in made[:-1]] + [made[-1][0] + 1]
 
 
-def drawn_from(draws: Draws, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let everything in the package that samples drafts, and *rejection*, draw from ``draws``."""
-    stand_ins = {sampling.inverse_cdf: draws.inverse_cdf, sampling.generator: lambda *_, **__: draws}
+def drawing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Draws], None]:
+    """Let everything in the package that samples drafts, and *rejection*, draw from the last ``Draws`` given."""
+    given: list[Draws] = []
+    stand_ins = {
+        sampling.inverse_cdf: lambda probs_NV, uniforms: given[-1].inverse_cdf(probs_NV, uniforms),
+        sampling.generator: lambda *_, **__: given[-1],
+    }
     for name, module in list(sys.modules.items()):
         if name.startswith("anabranch."):
             for real, stand_in in stand_ins.items():
                 if vars(module).get(real.__name__) is real:
                     monkeypatch.setattr(module, real.__name__, stand_in)
+    return given.append

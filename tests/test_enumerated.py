@@ -24,7 +24,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import Constraint, SamplingParams
 from anabranch.tree import DraftTree
-from enumerated import Draws, drawn_from, outcomes
+from enumerated import Draws, drawing, outcomes
 from small import LLAMA, randomise, small_adapter
 from toy_distribution import next_probs, pair_probs
 from toy_tables import write
@@ -79,17 +79,18 @@ def distribution(
     engine = Engine(target, drafter, capacity=16)
 
     def decode(draws: Draws) -> tuple[list[int], int]:
-        with monkeypatch.context() as patched:
-            drawn_from(draws, patched)
-            engine.add(asked)
-            steps = list(engine.run())
+        draw_from(draws)
+        engine.add(asked)
+        steps = list(engine.run())
         return [token for step in steps for token in step.tokens], sum(step.verdict.accepted for step in steps)
 
     joint, accepted, total = torch.zeros(WORDS, WORDS, dtype=torch.float64), 0.0, 0.0
-    for (tokens, count), weight in outcomes(decode):
-        joint[tokens[-2], tokens[-1]] += weight
-        accepted += weight * count
-        total += weight
+    with monkeypatch.context() as patched:
+        draw_from = drawing(patched)
+        for (tokens, count), weight in outcomes(decode):
+            joint[tokens[-2], tokens[-1]] += weight
+            accepted += weight * count
+            total += weight
     assert total == pytest.approx(1.0, abs=1e-12)
     return joint, accepted
 
