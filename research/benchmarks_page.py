@@ -91,6 +91,12 @@ def page_chart(stem: str, result: Result) -> str:
     return bar_chart(title, _caption(machine_of(stem) or stem, result), bars)
 
 
+def newest(every: Mapping[str, Result]) -> dict[str, Result]:
+    """The results without those that were measured again, under a name that differs in its date alone."""
+    latest = {re.sub(r"-\d{4}-\d\d-\d\d$", "", stem): stem for stem in sorted(every)}
+    return {stem: every[stem] for stem in every if stem in latest.values()}
+
+
 def page(question: str, kinds: tuple[str, ...], every: Mapping[str, Result]) -> str:
     """The page of one question."""
     lines = [f"# {question}", ""]
@@ -173,7 +179,7 @@ def index(every: Mapping[str, Result]) -> str:
         "# Benchmarks",
         "",
         *_wrapped(
-            "One page a question, with every result that answers it. `python research/benchmarks_page.py` writes these "
+            "One page a question, with the newest results that answer it; older ones stay in `benchmarks/`. `python research/benchmarks_page.py` writes these "
             "pages from `benchmarks/`; do not edit them. [Metrics](metrics.md) defines every number. Speedups compare "
             "with our own plain decoding on the same prompt, in the same run, with the same weights. The default model "
             "is SmolLM2-135M-Instruct. All runs but that [on a GPU](gpu.md) are on CPUs."
@@ -196,8 +202,8 @@ def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     every = results("*.json")
     files = {INDEX: index(every)}
-    files |= {f"{PAGES}/{name}.md": page(question, kinds, every) for name, question, kinds in QUESTIONS}
-    return files | {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in every.items() if charted(r)}
+    files |= {f"{PAGES}/{name}.md": page(question, kinds, newest(every)) for name, question, kinds in QUESTIONS}
+    return files | {f"{PICTURES}/{stem}.svg": page_chart(stem, r) for stem, r in newest(every).items() if charted(r)}
 
 
 if __name__ == "__main__":

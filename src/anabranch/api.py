@@ -412,8 +412,8 @@ class Model:
         a model that reads text.
         """
         several = isinstance(audio, list | tuple)
-        found = list(self.transcripts(audio if several else [audio], **options))
-        return found if several else found[0]
+        transcripts = list(self.transcripts(audio if several else [audio], **options))
+        return transcripts if several else transcripts[0]
 
     def transcripts(self, audio: Sequence[Any], **options: Unpack[SpeechCall]) -> Generator[Transcript, None, None]:
         """Yield the transcripts of several sounds in their order, each as soon as it is done; as ``transcribe``."""

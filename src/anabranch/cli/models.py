@@ -278,11 +278,11 @@ def _stored_model(what: str, path: Path) -> dict[str, Any] | None:
     from anabranch.model.load import describe
 
     try:
-        if (found := describe(path)) is None:
+        if (described := describe(path)) is None:
             return None
     except NotStoredError:
         return None
-    contents, model, generation = found
+    contents, model, generation = described
     config = model.config
     sizes: dict[str, int] = {}
     for matrix in contents.matrices.values():

@@ -28,8 +28,8 @@ FORMATS = ("txt", "srt", "vtt", "json")  # of ``speech.captions``, whose import 
 
 def _offered() -> SpeechKeywords:
     """The options of a call that the command offers."""
-    found: Any = {name: option.default for name, option in SPEECH.items() if name not in ("drafter", "on_progress")}
-    return found  # type: ignore[no-any-return]
+    defaults: Any = {name: option.default for name, option in SPEECH.items() if name not in ("drafter", "on_progress")}
+    return defaults  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

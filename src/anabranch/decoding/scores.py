@@ -38,17 +38,17 @@ __all__ = ["Scores"]
 class Scores:
     """The target's tokens or logits at the nodes of a pass over ``members``, one row each.
 
-    found   the accepted paths, where the pass itself verified
-    tokens  by row, the greedy tokens at its nodes [N], where no more is needed
-    logits  by row, its logits [N, V], where sampling, penalties, processors or log probabilities need them
+    verdicts  the accepted paths, where the pass itself verified
+    tokens    by row, the greedy tokens at its nodes [N], where no more is needed
+    logits    by row, its logits [N, V], where sampling, penalties, processors or log probabilities need them
     """
 
     def __init__(self, target: Decoder, members: Sequence[Member], result: PassResult) -> None:
         self.target, self.members, self.result = target, members, result
-        self.found = result.verdicts
+        self.verdicts = result.verdicts
         self.tokens: dict[int, NDArray[np.int64]] = {}
         self.logits: dict[int, Tensor] = {}
-        if self.found is not None:
+        if self.verdicts is not None:
             return
         if result.tokens_M is not None:  # where all rows are greedy
             self.tokens = {b: result.tokens_M[result.nodes(b)] for b in range(len(members))}
@@ -69,8 +69,8 @@ class Scores:
 
         Processors are the caller's own functions, so this raises whatever they raise.
         """
-        if self.found is not None:
-            return self.found[b]
+        if self.verdicts is not None:
+            return self.verdicts[b]
         member = self.members[b]
         sampling, text = member.request.sampling, member.row.tokens
         if b in self.tokens:

@@ -86,7 +86,7 @@ _ids = itertools.count()
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs of the target's passes, and adds to them.
+    """The needs of a drafter: inputs from the target's passes, and rows that it adds to them.
 
     layers     the main rows' states before these layers, in ``PassResult.taps``
     prompt     whether those of the whole prompt are needed too, through ``Drafter.read``; that is not called for the
@@ -155,7 +155,7 @@ class Row:
 
     @property
     def given(self) -> int:
-        """How many tokens of ``context`` were there before the first new one."""
+        """Number of tokens of ``context`` before the first new one."""
         return self.prompt_length + (0 if self.source is None else len(self.source.tokens))
 
     @property

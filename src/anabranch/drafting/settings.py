@@ -147,7 +147,7 @@ def pieces(text: str, separator: str, joined: Callable[[str, str], bool] = lambd
     >>> pieces('rest:data="/a+b"+suffix', "+")
     ['rest:data="/a+b"', 'suffix']
     """
-    masked = _QUOTED.sub(lambda found: "_" * len(found[0]), text)
+    masked = _QUOTED.sub(lambda match: "_" * len(match[0]), text)
     parts: list[str] = []
     start = 0
     for piece in masked.split(separator):

@@ -167,8 +167,8 @@ def text_of(number: int, record: Mapping[str, Any], path: Path) -> tuple[str, st
 
 def lone_surrogate(value: Any) -> str:
     """The first unpaired surrogate in a JSON value, escaped, or "" if there is none; UTF-8 cannot encode one."""
-    found = LONE_SURROGATES.search(json.dumps(value, ensure_ascii=False))
-    return "" if found is None else ascii(found[0][0])[1:-1]
+    match = LONE_SURROGATES.search(json.dumps(value, ensure_ascii=False))
+    return "" if match is None else ascii(match[0][0])[1:-1]
 
 
 def digest(examples: Iterable[Example]) -> str:
