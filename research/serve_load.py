@@ -2,7 +2,7 @@
 
     python research/serve_load.py --data DIR --suite spec_bench:60 --arm none="--drafter none" \\
         --arm auto="--drafter auto" --arm again="--drafter auto" --out benchmarks/serve-MACHINE-DATE.json
-    python research/serve_load.py ... --server llama.cpp=http://127.0.0.1:8081
+    python research/serve_load.py ... --server llama.cpp=http://127.0.0.1:8081   # by research/llama_server.py
 
 ``--arm`` starts ``anabranch serve`` with these options; ``--server`` names one that runs already and has OpenAI's
 interface. All are up at the same time, and one of them is loaded at a time, in turns: all arms at one load, then all at
