@@ -1,4 +1,4 @@
-"""Write the results part of docs/comparison.md and its chart from the newest benchmarks/methods-*.json.
+"""Write the results of docs/comparison.md, and a chart, from the newest benchmarks/methods-*.json and literal-*.json.
 
 python research/comparison_page.py            # write
 python research/comparison_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -26,6 +26,7 @@ from speed_chart import speed_chart
 
 PAGE = "docs/comparison.md"
 START, END = "<!-- results: research/comparison_page.py -->", "<!-- end of results -->"
+LITERAL = "<!-- literal: research/comparison_page.py -->", "<!-- end of literal -->"
 LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->"
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
@@ -45,11 +46,25 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
 
 def results(stem: str, result: Result) -> list[str]:
     """The lines between ``START`` and ``END``."""
-    lines = [*heading(result), f"![Mean acceptance length against the cost of a step](pictures/{stem}.svg)", ""]
+    picture = f"![Mean acceptance length against the cost of a step](pictures/{stem}.svg)"
+    return [*heading(result), picture, "", *sections(result, "###")]
+
+
+def sections(result: Result, level: str) -> list[str]:
+    """The tables, each under a heading that begins with ``level``."""
+    lines = []
     for title, sentence, tables in SECTIONS:
         if found := tables(result):
-            lines += [f"### {title}", "", *([sentence, ""] if sentence else []), *found]
+            lines += [f"{level} {title}", "", *([sentence, ""] if sentence else []), *found]
     return lines
+
+
+def literal() -> list[str]:
+    """The lines between the marks ``LITERAL``: the papers' literal forms, which are trained by name."""
+    latest = newest("literal-*.json")
+    if latest is None:
+        return ["Not run yet.", ""]
+    return [*heading(latest[1]), *sections(latest[1], "### Literal forms:")]
 
 
 def chart(result: Result) -> str:
@@ -67,6 +82,7 @@ def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
+    text = between(PAGE, text, LITERAL, literal())
     text = between(PAGE, text, LARGER, larger_targets.lines())
     latest = newest("methods-*.json")
     if latest is None:

@@ -88,7 +88,7 @@ def _table(result: Result) -> Table:
         whole = drafting + passes + rest
         row = [name, f"{tokens:.0f}", f"{mine:.0f}", f"{theirs:.0f}"]
         row += [f"{ms:.0f} ({ms / whole:.0%})" for ms in (drafting, passes)] + [f"{whole:.0f}"]
-        row += [f"{megabytes / ms:.0f}" if ms else "-" for megabytes, ms in ((more, drafting), (read, passes))]
+        row += [f"{megabytes / ms:.0f}" if megabytes else "-" for megabytes, ms in ((more, drafting), (read, passes))]
         operations = 2 * result["weights"] * nodes
         row += [f"{operations / (1e-3 * ms * rate):.0%}" for ms in (passes, whole)]
         rows.append(row)
