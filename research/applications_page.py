@@ -6,7 +6,8 @@ python research/applications_page.py --check    # write nothing; exit 1 and name
 
 from __future__ import annotations
 
-from anabranch.bench.cells import CALL_TITLES, call_cells, percent, quartiles_cell, signed_percent
+from anabranch.bench.summary import CALL_TITLES, call_cells
+from anabranch.support.table import percent, quartiles_cell, signed_percent
 from benchmark_tables import machine_line, table
 from generated import ROOT, Result, between, results, write_or_check
 

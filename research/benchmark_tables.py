@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.cells import CALL_TITLES, call_cells
 from anabranch.bench.report import rows_table
 from anabranch.bench.shape_tables import pass_costs
+from anabranch.bench.summary import CALL_TITLES, call_cells
 from anabranch.support.table import Table
 
 __all__ = [

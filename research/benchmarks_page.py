@@ -179,10 +179,11 @@ def index(every: Mapping[str, Result]) -> str:
         "# Benchmarks",
         "",
         *_wrapped(
-            "One page a question, with the newest results that answer it; older ones stay in `benchmarks/`. `python research/benchmarks_page.py` writes these "
-            "pages from `benchmarks/`; do not edit them. [Metrics](metrics.md) defines every number. Speedups compare "
-            "with our own plain decoding on the same prompt, in the same run, with the same weights. The default model "
-            "is SmolLM2-135M-Instruct. All runs but that [on a GPU](gpu.md) are on CPUs."
+            "One page a question, with the newest results that answer it; older ones stay in `benchmarks/`. `python "
+            "research/benchmarks_page.py` writes these pages; do not edit them. [Metrics](metrics.md) defines every "
+            "number. Speedups compare with our own plain decoding on the same prompt, in the same run, with the "
+            "same weights. The default model is SmolLM2-135M-Instruct. All runs but that [on a GPU](gpu.md) are on "
+            "CPUs."
         ),
         *table(("question", "results"), rows, left=2),
         *_wrapped(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.cells import CALL_TITLES, call_cells
+from anabranch.bench.summary import CALL_TITLES, call_cells
 from benchmark_tables import machine_line, table
 from intervals import task_cell
 from speed_chart import Dot

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from anabranch.bench.cells import CALL_TITLES, call_cells, calls_per_token
+from anabranch.bench.summary import CALL_TITLES, call_cells, calls_per_token
 from anabranch.cli.show import passes
 from anabranch.decoding.engine import Request
 from anabranch.decoding.stats import Stats

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from anabranch.bench.cells import CALL_KEYS, CALL_TITLES, decimal, quartiles_cell
 from anabranch.bench.journal import FORMATS, Journal, beside
 from anabranch.bench.report import SCHEMA
-from anabranch.bench.summary import quartiles
+from anabranch.bench.summary import CALL_KEYS, CALL_TITLES, quartiles
 from anabranch.errors import FileError
 from anabranch.support.jsonfiles import is_number, read_json, shown
-from anabranch.support.table import Table
+from anabranch.support.table import Table, decimal, quartiles_cell
 
 __all__ = ["PLACE", "RUN", "compare", "comparison_table", "invalid", "read_result"]
 

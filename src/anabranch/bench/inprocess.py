@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from anabranch.adapters.folder import LoadedAdapter
-from anabranch.bench.cells import CALL_KEYS
 from anabranch.bench.entries import PLAIN, Entry, plain_of, read_entries
 from anabranch.bench.report import short_table, verdict
 from anabranch.bench.run import Encoded
 from anabranch.bench.session import Session
 from anabranch.bench.suites import SuitePrompt
+from anabranch.bench.summary import CALL_KEYS
 from anabranch.declared import Keywords, Rule, check
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded

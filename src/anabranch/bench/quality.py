@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.cells import CALL_TITLES, call_cells, decimal, percent, quartiles_cell
 from anabranch.bench.suites import Application
-from anabranch.bench.summary import ContenderAnswers
+from anabranch.bench.summary import CALL_TITLES, ContenderAnswers, call_cells
 from anabranch.loading import Loaded
 from anabranch.methods import Spec, resolve_spec
 from anabranch.methods.spec import module_of
-from anabranch.support.table import Table
+from anabranch.support.table import Table, decimal, percent, quartiles_cell
 from anabranch.tasks import METRICS, spread
 
 __all__ = ["COSTS", "add_quality", "columns_of", "cost_cells", "extra_parameters", "quality_table"]

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from anabranch.bench.cells import CALL_KEYS, CALL_TITLES, call_cells, decimal, quartiles_cell
 from anabranch.bench.quality import columns_of, quality_table
+from anabranch.bench.summary import CALL_KEYS, CALL_TITLES, call_cells
 from anabranch.native.library import library
 from anabranch.support.processor import processor_flags, processor_name
-from anabranch.support.table import Table
+from anabranch.support.table import Table, decimal, quartiles_cell
 
 __all__ = [
     "DETAILS",

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anabranch.bench.cells import decimal, quartiles_cell
 from anabranch.bench.shapes import Shape
-from anabranch.support.table import Table
+from anabranch.support.table import Table, decimal, quartiles_cell
 
 __all__ = ["LIMITS", "pass_costs", "shape_record", "shape_table"]
 

@@ -13,12 +13,24 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
-from anabranch.bench.cells import calls_per_token
 from anabranch.bench.run import Answer, Encoded, Outcome, Round
 from anabranch.decoding.stats import Stats
+from anabranch.support.table import decimal
 
-__all__ = ["ContenderAnswers", "gather", "quartiles", "summarise", "summarise_rows"]
+__all__ = [
+    "CALL_KEYS",
+    "CALL_TITLES",
+    "ContenderAnswers",
+    "call_cells",
+    "calls_per_token",
+    "gather",
+    "quartiles",
+    "summarise",
+    "summarise_rows",
+]
 
+CALL_KEYS = ("target_calls_per_token", "draft_calls_per_token", "mb_read_per_token")
+CALL_TITLES = ("target calls\n/token", "draft calls\n/token", "MB read\n/token")
 P95 = 0.95
 
 
@@ -274,3 +286,24 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
         "median": round(statistics.median(ranked), 4),
         "p95": round(ranked[math.ceil(P95 * len(ranked)) - 1], 4),
     }
+
+
+def calls_per_token(stats: Stats) -> dict[str, Any]:
+    """Passes and 10^6 bytes of weights per emitted token, and the passes by kind; empty if they were not counted."""
+    if not stats.calls or not stats.tokens:
+        return {}
+    counted = stats.to_dict()
+    return {
+        "target_calls_per_token": round(stats.steps / stats.tokens, 4),
+        "draft_calls_per_token": round(stats.draft_calls / stats.tokens, 4),
+        "mb_read_per_token": round(stats.bytes_read / stats.tokens / 1e6, 3),
+        "calls": counted["calls"],
+    }
+
+
+def call_cells(record: Mapping[str, Any]) -> list[str]:
+    """The cells of ``CALL_TITLES``: "-" for a peer, and for drafters' passes in results that did not count them."""
+    length = record.get("mean_acceptance_length")
+    target = record.get("target_calls_per_token", 1 / length if length else None)
+    draft, read = record.get("draft_calls_per_token"), record.get("mb_read_per_token")
+    return [decimal(target), decimal(draft), decimal(read, 1)]

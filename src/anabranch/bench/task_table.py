@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.cells import CALL_KEYS, percent, signed_percent
 from anabranch.bench.compare import PLACE, RUN, invalid
 from anabranch.bench.quality import COSTS, columns_of, cost_cells
-from anabranch.bench.summary import quartiles
+from anabranch.bench.summary import CALL_KEYS, quartiles
 from anabranch.errors import FileError, InputError
 from anabranch.support.jsonfiles import is_number, is_whole
-from anabranch.support.table import Table
+from anabranch.support.table import Table, percent, signed_percent
 from anabranch.tasks import METRICS, difference, spread
 
 __all__ = ["collect", "rows_of_table"]

@@ -1,18 +1,18 @@
-"""A table of text that prints in a terminal and as Markdown, HTML and CSV."""
+"""A table of text that prints in a terminal and as Markdown, HTML and CSV, and the form of numbers in its cells."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["Table", "one_line"]
+__all__ = ["Table", "decimal", "one_line", "percent", "quartiles_cell", "signed_percent"]
 
 WORDS = 100  # columns at most of a cell of words in a terminal
 
@@ -82,3 +82,32 @@ def one_line(title: str) -> str:
 
 def _escaped(cell: object) -> str:
     return escape(str(cell)).replace("\n", "<br>").replace("\x00", "")
+
+
+def decimal(value: float | None, digits: int = 2) -> str:
+    """A number; "-" if there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def quartiles_cell(values: Sequence[float] | None, digits: int = 2) -> str:
+    """The median, followed by the quartiles; "-" if there are none."""
+    if values is None:
+        return "-"
+    low, middle, high = (f"{value:.{digits}f}" for value in values)
+    return f"{middle} ({low}-{high})"
+
+
+def percent(part: Mapping[str, Any]) -> str:
+    """A mean with its interval, in %; "-" if nothing was scored."""
+    if part["mean"] is None:
+        return "-"
+    mean, low, high = (f"{100 * part[name]:.1f}" for name in ("mean", "low", "high"))
+    return f"{mean} ({low}-{high})"
+
+
+def signed_percent(part: Mapping[str, Any]) -> str:
+    """A mean difference with its interval, in percentage points; "-" if nothing was scored."""
+    if part["mean"] is None:
+        return "-"
+    mean, low, high = (f"{100 * part[name]:+.1f}" for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
