@@ -33,6 +33,7 @@ from anabranch.bench.report import environment
 from anabranch.decoding.stats import Stats
 from anabranch.errors import one_line
 from anabranch.model.encoder import Source
+from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import base_name
 from anabranch.speech.audio import RATE, Samples, log_mel, read_audio, window
 from anabranch.speech.vocabulary import Vocabulary
@@ -245,6 +246,7 @@ def main() -> None:
     parser.add_argument("--drafters", nargs="*", default=["prompt_lookup", "suffix:store=0", "auto"])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", default="auto", help="round our weights: int8 or int4, beside bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true", help="leave out faster-whisper and transformers")
     parser.add_argument("--out", type=Path, required=True)
@@ -257,7 +259,7 @@ def main() -> None:
         sounds, references = sounds + said, [*references, *texts]
     if not sounds:
         parser.error("give --sounds or --text")
-    model = anabranch.load(given.model, drafter="none", dtype=given.dtype)
+    model = anabranch.load(given.model, drafter="none", dtype=given.dtype, quantize=given.quantize)
     vocabulary = Vocabulary.of(model.tokenizer, model.target.config.vocab_size)
     contenders = [ours(model, drafter, rows) for rows in given.rows for drafter in ("none", *given.drafters)]
     if not given.no_peers:
@@ -274,6 +276,8 @@ def main() -> None:
         "model": base_name(model.target),
         "environment": environment(model.target.decoder.device),
         "dtype": str(model.target.decoder.dtype).removeprefix("torch."),
+        "quantize": given.quantize,
+        "kernels": kernels_of(model.target.decoder).name,
         "sounds": len(sounds),
         "duration_seconds": round(duration, 2),
         "encoder_seconds_per_window": round(encoder_seconds(model, sounds), 4),

@@ -29,7 +29,8 @@ WARN = ("-Wall", "-Wextra", "-Werror")
 ADDRESS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
 ADDRESS += ("-fno-sanitize-recover=all",)
 # without the tests that decode whole texts or draw many trees, which take minutes and touch the same code
-TESTS = ["tests/native/test_boundary.py", "tests/native/test_kernels.py", "-x", "-k", "not says_the_same and not bit"]
+FILES = [f"tests/{name}.py" for name in ("native/test_boundary", "native/test_kernels", "model/test_encoder_decoder")]
+TESTS = [*FILES, "-x", "-k", "not says_the_same and not bit and not torch-"]
 # the interpreter is not built for AddressSanitizer: what it keeps until it ends is no leak of the kernels
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",

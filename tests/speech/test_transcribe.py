@@ -117,7 +117,7 @@ def test_the_encoder_reads_each_window_once(model: Model, sounds: Sounds, monkey
     read = []
     encoder = model.target.decoder.encoder
     assert encoder is not None
-    monkeypatch.setattr(encoder, "forward", lambda *given, of=encoder.forward: read.append(given) or of(*given))
+    monkeypatch.setattr(encoder, "begun", lambda *given, of=encoder.begun: read.append(given) or of(*given))
     with_language = model.transcribe(sounds[0], temperature=0.0, language=None)
     count = len(read)
     given = model.transcribe(sounds[0], temperature=0.0, language=with_language.language)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 LANGUAGES = ("en", "de", "haw")
 TIMES = [f"<|{each / 50:.2f}|>" for each in range(151)]
-SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 16}
-HEADS, FFN, TARGETS, FRAMES = 2, 48, 40, 300  # windows of 3 s
+SIZES = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 16}
+HEADS, FFN, TARGETS, FRAMES = 2, 96, 40, 300  # windows of 3 s
 
 
 def whisper_tokenizer() -> Any:
@@ -58,7 +58,7 @@ def whisper_hf(tokenizer: Any) -> Any:
     model = WhisperForConditionalGeneration(config).eval()
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and "encoder.embed_positions" not in name:
-            torch.nn.init.normal_(weight, std=0.3)
+            torch.nn.init.normal_(weight, std=0.21)
     space = tokenizer.convert_tokens_to_ids("Ġ")
     model.generation_config = GenerationConfig(
         suppress_tokens=[3, 5, start],
