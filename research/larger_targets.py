@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmark_tables import table
-from generated import results
+from generated import newest, results
 from intervals import cell, speedup_interval, task_cell
 
 __all__ = ["lines"]
 
 Result = Mapping[str, Any]
-PASSES, RUNS = "passes-by-nodes-*.json", "qwen2.5-coder-*-spec-bench-*.json"
+PASSES, RUNS, LEARNED = "passes-by-nodes-*.json", "qwen2.5-coder-*-spec-bench-*.json", "study-learning-*.json"
 PLAIN = "none"
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"  # whose costs the paragraph on other methods states
 OURS = ("auto", "streams", "prompt_lookup")  # streams and methods that learn nothing
@@ -20,9 +20,12 @@ OURS = ("auto", "streams", "prompt_lookup")  # streams and methods that learn no
 
 def lines() -> list[str]:
     """All lines: the table of costs, the sentence that follows from it, and speedups by task."""
-    passes, runs = list(results(PASSES).values()), _newest_first(results(RUNS))
-    found = list(_contenders(runs))
-    return [*_costs(passes[-1]), *_verdict(passes[-1], found), *_by_task(found)] if passes else _by_task(found)
+    passes, learned = newest(PASSES), newest(LEARNED)
+    found = list(_contenders(_newest_first(results(RUNS))))
+    if passes is None:
+        return _by_task(found)
+    carried = [] if learned is None else _carried(passes[1], learned[1])
+    return [*_costs(passes[1]), *_verdict(passes[1], found), *carried, *_by_task(found)]
 
 
 def _newest_first(runs: Mapping[str, Result]) -> list[tuple[str, Result]]:
@@ -88,6 +91,28 @@ def _verdict(passes: Result, found: Sequence[tuple[str, Result, Result, Result]]
             f"times plain decoding."
         )
     return [told, ""]
+
+
+def _carried(passes: Result, learned: Result) -> list[str]:
+    """What lengths on the default model would bring on the largest target."""
+    share = _shares(passes)[TARGET]
+    rows, best = [], dict[str, float]()
+    for name, curve in learned["adapters"].items():
+        times = {nodes: length / share[int(nodes.split()[0])] for nodes, length in curve["by_nodes"].items()}
+        best[name] = max(times.values())
+        cells = (f"{length:.2f} ({times[nodes]:.2f})" for nodes, length in curve["by_nodes"].items())
+        rows.append([f"`{name}`", *cells])
+    titles = ("method", *next(iter(learned["adapters"].values()))["by_nodes"])
+    gain = [f"{times:.2f} for `{name}`" for name, times in best.items() if times > 1]
+    return [
+        "[Recipes of papers](reproduction.md#the-papers-recipes-on-the-same-completions), with their predicted mean "
+        "acceptance lengths on the default model; in brackets, times plain decoding on the 1.5B at most, by the cost "
+        "of its passes alone, if the length were the same there:",
+        "",
+        *table(titles, rows),
+        f"With the best size of draft that is {', '.join(gain) or 'a gain for none'}; the time of drafting comes off.",
+        "",
+    ]
 
 
 def _by_task(found: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:

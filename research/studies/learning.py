@@ -12,27 +12,29 @@ from studies.base import Chart, Line, Result, Setup, Study, Table
 __all__ = ["STUDY"]
 
 PARTS = 12  # of a run, over whose lines the loss is averaged
+SIZES = ("4 nodes", "8 nodes")
 STEADY = 0.01  # a gain below this share is none
 
 
-def _curve(training: dict[str, Any], log: list[dict[str, Any]]) -> dict[str, Any]:
-    """Loss by completion tokens seen, averaged in parts of the run, and the held-out evaluations."""
-    steps = training["steps"]
+def _curve(record: dict[str, Any], log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Loss by tokens seen, averaged in parts of the run, and the held-out evaluations, the last at its end."""
+    training, measured = record["training"], record["measured"]
     tokens = training["options"]["epochs"] * training["answer_tokens"] / log[-1]["steps"]
-    size = max(1, len(log) // PARTS)
-    losses = []
+    size, losses = max(1, len(log) // PARTS), []
     for first in range(0, len(log), size):
         part = log[first : first + size]
         losses.append([round(part[-1]["step"] * tokens), round(sum(line["loss"] for line in part) / len(part), 4)])
-    held_out = [[round(line["step"] * tokens), line["evaluation"]["tree"]] for line in log if line["evaluation"]]
-    last = next(line["evaluation"] for line in reversed(log) if line["evaluation"])
+    lengths, steps = measured["predicted mean acceptance length"], training["steps"]
+    seen = [(line["step"], line["evaluation"]["tree"]) for line in log if line["evaluation"] and line["step"] < steps]
+    (accuracy,) = (value for name, value in measured.items() if name.startswith("accuracy by"))
     return {
         "steps": steps,
         "tokens": round(steps * tokens),
         "losses": losses,
-        "held_out": held_out,
-        "chain": last["chain"],
-        "top_1": last["top 1"],
+        "held_out": [[round(step * tokens), length] for step, length in [*seen, (steps, lengths["tree"])]],
+        "by_nodes": {name: lengths[name] for name in SIZES if name in lengths} | {"16 nodes": lengths["tree"]},
+        "chain": lengths["chain"],
+        "top_1": accuracy["best token"],
     }
 
 
@@ -41,13 +43,13 @@ def _measure(setup: Setup) -> dict[str, Any]:
         raise InputError("the study reads adapters' logs; give each with --adapter LABEL=FOLDER (docs/reproduction.md)")
     found, data = {}, set()
     for label, folder in setup.adapters.items():
-        record, log = read_record(folder), [line for line in read_log(folder / "training") if "loss" in line]
-        if not any(line["evaluation"] for line in log):
-            raise InputError(f"the log in {folder / 'training'} has no evaluation; train with --evaluate-every N")
+        record, log = read_record(folder), read_log(folder / "training")
+        if not log or "predicted mean acceptance length" not in record["measured"]:
+            raise InputError(f"{folder} has no log of a training with examples held out; train it with --held-out N")
         training = record["training"]
         data.add(training["data_sha256"])
         about = {"method": record["method"], "parameters": record["parameters"], "command": training["command"]}
-        found[label] = about | {"words": record["draft_vocabulary"]} | _curve(training, log)
+        found[label] = about | {"words": record["draft_vocabulary"]} | _curve(record, log)
     if len(data) > 1:
         raise InputError("the adapters were trained on different completions; give those of one file of completions")
     (examples,) = data
@@ -68,7 +70,7 @@ def _ours(result: Result) -> str:
 def _table(result: Result) -> Table:
     rows: list[list[object]] = []
     for name, curve in result["adapters"].items():
-        lengths = " ".join(f"{length:.2f}" for _, length in curve["held_out"])
+        lengths = ", ".join(f"{length:.2f} at {seen:,}" for seen, length in curve["held_out"])
         ends = f"{curve['losses'][0][1]:.2f} to {curve['losses'][-1][1]:.2f}"
         row = [f"`{name}`", f"{curve['parameters']:,}", f"{curve['tokens']:,}", ends, lengths]
         row += ["rising" if _grows(curve) else "level", f"{curve['chain']:.2f}"]
@@ -78,9 +80,9 @@ def _table(result: Result) -> Table:
         "parameters",
         "completion tokens seen",
         "loss",
-        "held-out length at 16 nodes, by evaluation",
+        "held-out length at 16 nodes, by tokens seen",
         "at the end",
-        "of a chain",
+        "length of a chain",
         "accuracy by token",
     ), rows
 
@@ -96,8 +98,9 @@ STUDY = Study(
     papers="ACL table 6, lossless mode",
     title="The papers' recipes on the same completions",
     measures="Predicted mean acceptance length on held-out completions, of best-first trees of 16 nodes, while literal "
-    "recipes of papers are trained on the same completions of the default model in the same batches: Speculative "
-    "Streaming's lossless form, Medusa-1, Hydra and EAGLE-1. Train each as `research/train_methods` does.",
+    "recipes of papers are trained on the same completions of the default model, one after another: of Speculative "
+    "Streaming's lossless form, Medusa-1, Hydra and EAGLE-1 those that the table names. `research/train_methods` trains "
+    "them.",
     paper="mean accepted tokens on MT-Bench, Vicuna-7B: lossless streams 3.52, Medusa 2.67, Hydra 3.70, EAGLE 3.94",
     differs="a target of 135M parameters, 70 k tokens of completions, a draft vocabulary of 8,192 tokens for all",
     ours=_ours,

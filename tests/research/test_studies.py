@@ -356,16 +356,20 @@ def test_the_page_is_that_of_the_newest_results() -> None:
         assert (page.ROOT / name).read_text(encoding="utf-8") == wanted, name
 
 
-def trained(toys: ToyFolders, folder: Path, *, evaluated: bool = True, data: str = "5") -> Path:
-    """A copy of the toy's adapter with the log of a training of 40 steps."""
+def trained(toys: ToyFolders, folder: Path, *, data: str = "5") -> Path:
+    """A copy of the toy's adapter with the log of a training of 40 steps, which stopped after 30."""
     (folder / "training").mkdir(parents=True)
     record = json.loads((toys.adapter / "adapter_config.json").read_text())
     run = {"command": "anabranch train streams", "steps": 30, "options": {"epochs": 2.0}, "answer_tokens": 1000}
     record["training"] |= {**run, "data_sha256": data * 64}
+    lengths = {"tree": 1.6, "4 nodes": 1.3, "chain": 1.25}
+    record["measured"] = {
+        "predicted mean acceptance length": lengths,
+        "accuracy by stream": {"best token": [0.5, 0.25]},
+    }
     (folder / "adapter_config.json").write_text(json.dumps(record))
     lines = [{"step": step, "steps": 40, "loss": 9.0 - step / 10, "evaluation": None} for step in (10, 20, 30)]
-    for line, length in zip(lines[1:], (1.5, 1.6), strict=True) if evaluated else ():
-        line["evaluation"] = {"tree": length, "chain": 1.25, "top 1": [0.5, 0.25]}
+    lines[1]["evaluation"] = {"tree": 1.5}
     (folder / "training" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -378,16 +382,17 @@ def test_learning_curves_are_read_from_the_logs_of_trainings(toys: ToyFolders, t
 
     found = measured(trained(toys, tmp_path / "heads"))
     curve = found["adapters"]["heads"]
-    assert curve["held_out"] == [[1000, 1.5], [1500, 1.6]], "2,000 tokens in 40 steps, of which it stopped after 30"
+    assert curve["held_out"] == [[1000, 1.5], [1500, 1.6]], "2,000 tokens in 40 steps"
     assert curve["losses"] == [[500, 8.0], [1000, 7.0], [1500, 6.0]]
-    assert curve["tokens"] == 1500
+    assert (curve["tokens"], curve["by_nodes"]) == (1500, {"4 nodes": 1.3, "16 nodes": 1.6})
     assert "heads 1.60" in learning.STUDY.ours(found)
     ((*_, lengths, end, chain, top),) = learning.STUDY.table(found)[1]
-    assert (lengths, end, chain, top) == ("1.50 1.60", "rising", "1.25", "0.50 0.25")
+    assert (lengths, end, chain, top) == ("1.50 at 1,000, 1.60 at 1,500", "rising", "1.25", "0.50 0.25")
     with pytest.raises(InputError, match="different completions"):
         measured(tmp_path / "heads", trained(toys, tmp_path / "other", data="6"))
-    with pytest.raises(InputError, match="has no evaluation"):
-        measured(trained(toys, tmp_path / "unmeasured", evaluated=False))
+    (tmp_path / "other" / "training" / "log.jsonl").unlink()
+    with pytest.raises(InputError, match="has no log of a training"):
+        measured(tmp_path / "other")
     with pytest.raises(InputError, match="give each with --adapter"):
         measured()
 
