@@ -99,8 +99,7 @@ STUDY = Study(
     title="The papers' recipes on the same completions",
     measures="Predicted mean acceptance length on held-out completions, of best-first trees of 16 nodes, while literal "
     "recipes of papers are trained on the same completions of the default model, one after another: of Speculative "
-    "Streaming's lossless form, Medusa-1, Hydra and EAGLE-1 those that the table names. `research/train_methods` trains "
-    "them.",
+    "Streaming's lossless form, Medusa-1, Hydra and EAGLE-1, those in the table (`research/train_methods`).",
     paper="mean accepted tokens on MT-Bench, Vicuna-7B: lossless streams 3.52, Medusa 2.67, Hydra 3.70, EAGLE 3.94",
     differs="a target of 135M parameters, 70 k tokens of completions, a draft vocabulary of 8,192 tokens for all",
     ours=_ours,
