@@ -87,12 +87,17 @@ class Gate:
     def open(self) -> None:
         self._opened.set()
 
+    @property
+    def held(self) -> bool:
+        """Whether all passes that were let through have run."""
+        return not self._passes
+
     def _held(self) -> None:
         while not (self._passes or self._opened.wait(0.002)):
             if not self._worker._inbox.empty():
                 return
-        self._passes = max(0, self._passes - 1)
         self._run()
+        self._passes = max(0, self._passes - 1)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -119,9 +119,9 @@ def test_log_probs_of_chat(server: Server) -> None:
     expected = server.reference.chat(TALK, max_new_tokens=6, log_probs=True, top_log_probs=3, **options)
     body = {"messages": TALK, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, **options}
     content = server.ask(CHAT, **body)["choices"][0]["logprobs"]["content"]
-    assert [entry["logprob"] for entry in content] == pytest.approx(expected.log_probs)
+    assert [entry["logprob"] for entry in content] == pytest.approx(expected.log_probs, abs=1e-5)
     assert [[one["logprob"] for one in entry["top_logprobs"]] for entry in content] == [
-        pytest.approx(list(top.values())) for top in expected.top_log_probs
+        pytest.approx(list(top.values()), abs=1e-5) for top in expected.top_log_probs
     ]
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode(errors="replace").startswith(expected.text)
     streamed = [
@@ -130,7 +130,12 @@ def test_log_probs_of_chat(server: Server) -> None:
         for choice in data["choices"]
         for entry in (choice["logprobs"] or {"content": []})["content"]
     ]
-    assert streamed == content
+    # drafts are sized by time, and sums over fewer or more rows round in other ways
+    for entry, same in zip(streamed, content, strict=True):
+        assert entry["bytes"] == same["bytes"]
+        assert entry["logprob"] == pytest.approx(same["logprob"], abs=1e-5)
+        for one, other in zip(entry["top_logprobs"], same["top_logprobs"], strict=True):
+            assert (one["bytes"], one["logprob"]) == (other["bytes"], pytest.approx(other["logprob"], abs=1e-5))
     refused = server.post(CHAT, messages=TALK, top_logprobs=3)
     assert refused.status_code == 400
 
@@ -150,7 +155,7 @@ def test_log_probs_of_a_prompt_as_evaluations_ask_for_them(server: Server) -> No
     for value, top in zip(said["token_logprobs"][1:], said["top_logprobs"][1:], strict=True):
         assert value <= max(top.values())
     only = server.ask(COMPLETIONS, **{**body, "max_tokens": 0})["choices"][0]
-    assert only["logprobs"]["token_logprobs"] == said["token_logprobs"][:-1]
+    assert only["logprobs"]["token_logprobs"][1:] == pytest.approx(said["token_logprobs"][1:-1], abs=1e-5)
     assert only["text"] == "the thing is here"
 
 

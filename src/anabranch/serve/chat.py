@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -149,7 +149,7 @@ class _Written:
         }
 
     # -- streamed ------------------------------------------------------------------------------------------
-    async def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
+    async def stream(self, answer: Answer) -> AsyncGenerator[ServerSentEvent, None]:
         """The events of the response that is streamed; an error is the last but one."""
         readers = [self.turn.reader(self.style) for _ in self.call.jobs]
         tokenizer, steps = self.service.model.tokenizer, self.body.with_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -51,7 +51,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     answer = service.begin(call, request.state.key)
     written = _Written(service, body, call)
     if body.stream:
-        return event_stream(written.stream(answer), service, call.headers)
+        return event_stream(written.stream(answer), answer, service, call.headers)
     results, scores = await whole(request, answer)
     return Json(written.completion(results, scores), headers=call.headers)
 
@@ -136,7 +136,7 @@ class _Written:
             top += result.top_log_probs or [None] * len(result.token_ids)
         return completion_log_probs(self.service.model.tokenizer, tokens, values, top, offset)
 
-    async def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
+    async def stream(self, answer: Answer) -> AsyncGenerator[ServerSentEvent, None]:
         """The events of the response that is streamed; an error is the last but one."""
         lengths = dict.fromkeys(range(len(self.call.jobs)), -1)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -181,7 +181,7 @@ class _Written:
         content = [_content(block, block.text, block.arguments) for block in self.blocks.all]
         return self._head(content=content, usage=self._usage(), **self._ending(result))
 
-    async def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
+    async def stream(self, answer: Answer) -> AsyncGenerator[ServerSentEvent, None]:
         """The events of the response that is streamed; an error is the last."""
         start = {**self._usage(), "output_tokens": 0}
         yield _event("message_start", message=self._head(usage=start))

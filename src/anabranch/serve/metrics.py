@@ -6,7 +6,9 @@ vLLM's names make its dashboards and benchmark clients work as they are; ``anabr
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,6 +25,7 @@ MODEL = "model_name"
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+UNCOUNTED = 64  # steps: one by one amid decoding, from cold caches, counting each takes several times as long
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -32,6 +35,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
+        self._steps_left: deque[tuple[Chunk, float, bool]] = deque()  # to be counted: seconds, whether the first
         self._running = self._gauge("vllm:num_requests_running", "Sequences that have a row")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for a row")
         self._cache = self._gauge("vllm:kv_cache_usage_perc", "Used part of the allocated KV cache; 1 is all of it")
@@ -81,6 +85,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format (``CONTENT_TYPE``)."""
+        self._count_steps()
         return generate_latest(self.registry)
 
     def load(self, running: int, scheduler: Scheduler) -> None:
@@ -93,13 +98,23 @@ class Metrics:
 
     def step(self, job: Job, chunk: Chunk, since: float | None) -> None:
         """Count a step of a sequence; ``since`` is the time since its last one, None for the first."""
-        step, kept = chunk.step, len(chunk.token_ids)
-        self._generated.inc(kept)
         if since is None:
             assert job.first is not None
-            self._first.observe(job.first - job.arrived)
+            self._steps_left.append((chunk, job.first - job.arrived, True))
         else:
-            self._between.observe(since)
+            self._steps_left.append((chunk, since, False))
+        if len(self._steps_left) >= UNCOUNTED:
+            self._count_steps()
+
+    def _count_steps(self) -> None:
+        with suppress(IndexError):  # there are none left; another thread may take some
+            while True:
+                self._count_step(*self._steps_left.popleft())
+
+    def _count_step(self, chunk: Chunk, seconds: float, first: bool) -> None:
+        step = chunk.step
+        self._generated.inc(len(chunk.token_ids))
+        (self._first if first else self._between).observe(seconds)
         self._steps.inc()
         if step.drafted:
             self._drafts.inc()
@@ -116,6 +131,7 @@ class Metrics:
 
     def ended(self, job: Job, reason: str, result: Generation | None) -> None:
         """Count the end of a sequence: "stop", "length", "abort" or "error"."""
+        self._count_steps()
         now, prompt = time.monotonic(), len(job.request.prompt_ids)
         self._success(reason).inc()
         self._prompt.inc(prompt)

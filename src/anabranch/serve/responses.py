@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -186,7 +186,7 @@ class _Written:
         list(self.blocks.feed([*self.reader.feed(result.text), *self.reader.finish()]))
         return self._ended(result)
 
-    async def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
+    async def stream(self, answer: Answer) -> AsyncGenerator[ServerSentEvent, None]:
         """The events of the response that is streamed; an error is the last."""
         yield self._event("response.created", response=self._state("in_progress"))
         yield self._event("response.in_progress", response=self._state("in_progress"))

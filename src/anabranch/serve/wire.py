@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -21,6 +22,8 @@ from anabranch.serve.turns import Turn
 from anabranch.serve.worker import Answer
 
 __all__ = ["Json", "Written", "answered", "encoded", "event_stream", "whole"]
+
+JOINED = 64  # events at most: after a pause of its client an answer has many, and others are to have their turn
 
 # uvicorn waits for streams that run, up to its time limit; sse-starlette would cut them at once
 AppStatus.enable_automatic_graceful_drain = False
@@ -45,7 +48,7 @@ class Json(Response):
 class Written(Protocol):
     """The response to one request of a conversation, in the form of an interface."""
 
-    def stream(self, answer: Answer) -> AsyncIterator[ServerSentEvent]:
+    def stream(self, answer: Answer) -> AsyncGenerator[ServerSentEvent, None]:
         """The events of the response that is streamed."""
 
     def whole(self, results: list[Generation]) -> dict[str, Any]:
@@ -66,26 +69,39 @@ async def answered(
     answer = service.begin(call, request.state.key)
     written = write(service, body, turn, call)
     if body.stream:
-        return event_stream(written.stream(answer), service, call.headers)
+        return event_stream(written.stream(answer), answer, service, call.headers)
     results, _ = await whole(request, answer)
     return Json(written.whole(results), headers=call.headers)
 
 
 def event_stream(
-    events: AsyncIterator[ServerSentEvent], service: Service, headers: Mapping[str, str]
+    events: AsyncGenerator[ServerSentEvent, None], answer: Answer, service: Service, headers: Mapping[str, str]
 ) -> EventSourceResponse:
-    """A stream of events with comments while there are none, as when a prompt is read.
+    """A stream of the events of an answer, with comments while there are none, as when a prompt is read.
 
     It ends, and ``events`` is closed, when the client goes away or reads nothing for too long.
     """
     return EventSourceResponse(
-        events,
+        _joined(events, answer),
         headers=headers,
         sep="\n",
         ping=service.settings.keep_alive,
         ping_message_factory=lambda: ServerSentEvent(comment="keep-alive"),
         send_timeout=service.settings.send_seconds,
     )
+
+
+async def _joined(events: AsyncGenerator[ServerSentEvent, None], answer: Answer) -> AsyncIterator[bytes]:
+    """Events that are ready at the same time, as one part of the body each: sending takes longer than writing them."""
+    parts: list[bytes] = []
+    async with aclosing(events):
+        async for event in events:
+            parts.append(event.encode())
+            if (answer.left and answer.events.empty()) or len(parts) == JOINED:
+                yield b"".join(parts)
+                parts.clear()
+    if parts:
+        yield b"".join(parts)
 
 
 async def whole(request: Request, answer: Answer) -> tuple[list[Generation], list[Score]]:

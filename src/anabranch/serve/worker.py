@@ -3,6 +3,9 @@
 Handlers put an answer in and read its events; nothing of asyncio reaches the model, and nothing of the model waits for
 a client. An answer has at most one event a step, and no more steps than tokens, so a client that reads slowly holds
 these and nothing else.
+
+Waking the event loop takes time of a core and the interpreter's lock from decoding. So the first event of a sequence
+and its last are handed over at once; those between, while it decodes alone, at most every ``EVENT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from anabranch.support.log import LOGGER
 __all__ = ["Answer", "Worker"]
 
 STOPPED = "the server is shutting down"
+# On the default model, with steps of 8 ms, this raises the speed of one client from 0.94 to 0.97 of the Python API's:
+# the way of an event to its client takes 0.3 ms of the event loop's thread, since decoding empties the caches.
+EVENT_SECONDS = 0.01
 
 
 @dataclass(eq=False)
@@ -87,6 +93,7 @@ class Worker:
         self._decoding: dict[Job, tuple[Answer, int]] = {}
         self._scoring: deque[tuple[Answer, int, ScoreJob]] = deque()
         self._produced: list[tuple[Answer, Event]] = []
+        self._due = 0.0  # the time from which they are handed over
 
     # -- in the event loop -------------------------------------------------------------------------------
     def start(self) -> None:
@@ -176,6 +183,7 @@ class Worker:
                 )
             except Exception as error:  # the model was closed
                 self._produced.append((answer, Event(part, error=error)))
+                self._flush()
                 continue
             job.output = Output(job.ticket, self.model.tokenizer, job.stop, whole=job.whole)
             self._decoding[job] = answer, part
@@ -209,7 +217,8 @@ class Worker:
             self._drop(
                 answer, RequestError(504, "the request took longer than the server allows; ask for fewer tokens")
             )
-        self._flush()
+        if len(self._decoding) != 1 or now >= self._due:
+            self._flush()
 
     def _collect(self, job: Job, answer: Answer, part: int) -> None:
         """Produce the events of the steps that a sequence took."""
@@ -220,7 +229,9 @@ class Worker:
         try:
             for step in self.model.scheduler.ready(job.ticket):
                 chunk, now, before = job.output.add(step), time.monotonic(), job.last
-                job.first, job.last = now if job.first is None else job.first, now
+                if job.first is None:
+                    job.first, self._due = now, 0.0
+                job.last = now
                 self._metrics.step(job, chunk, None if before is None else now - before)
                 self._produced.append((answer, Event(part, chunk)))
                 if chunk.result is not None:
@@ -234,6 +245,7 @@ class Worker:
         assert job.ticket is not None
         self.model.scheduler.cancel(job.ticket)  # at a stop string the target would continue
         del self._decoding[job]
+        self._due = 0.0
         job.reason = reason
         self._metrics.ended(job, reason, None if chunk is None else chunk.result)
 
@@ -248,6 +260,7 @@ class Worker:
             event = Event(part, error=error)
         self._scoring.popleft()
         self._produced.append((answer, event))
+        self._due = 0.0
 
     def _end_all(self, error: BaseException) -> None:
         """End everything that was put in, with an error."""
@@ -263,4 +276,4 @@ class Worker:
     def _flush(self) -> None:
         if self._produced and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, self._produced)
-        self._produced = []
+        self._produced, self._due = [], time.monotonic() + EVENT_SECONDS
