@@ -16,6 +16,7 @@ from comparison_tables import (
     dots,
     failures,
     heading,
+    ranks,
     speeds,
     summary,
     trained,
@@ -40,6 +41,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
         speeds,
     ),
     ("Cost of a step", "One prompt at a time; medians over prompts.", costs),
+    ("Where the papers rank a method higher", "", ranks),
     ("Not measured", "", failures),
 )
 

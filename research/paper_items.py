@@ -66,8 +66,8 @@ ITEMS = (
     Item(
         *(ACL, "table 6", "mean accepted tokens on MT-Bench", "differs"),
         "[by task](comparison.md#mean-acceptance-length-by-task): 135M parameters, 100 k tokens of training; drafts of "
-        "`streams` began with tokens of a 4-bit copy there. [Literal recipes](#the-papers-recipes-on-the-same-"
-        "completions) on the same completions",
+        "`streams` began with tokens of a 4-bit copy there. By [literal recipes](#the-papers-recipes-on-the-"
+        "same-completions), Medusa-1 of 20 million parameters is ahead of the lossless form's 48 thousand",
     ),
     Item(
         *(ACL, "figure 4", "quality with future tokens in sight", "reproduced"),

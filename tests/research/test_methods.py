@@ -386,3 +386,13 @@ def test_the_speeds_by_task_have_intervals_where_rates_are_kept() -> None:
     )
     del result["run"]["tasks"]
     assert comparison_tables.speeds(result)[-2] == "| `heads` | 8 nodes | 2.00 | 1.00 | 3.00 |"
+
+
+def test_a_method_that_papers_rank_higher_has_its_reasons() -> None:
+    costs = {"draft_share": 1.0, "pass_share": 2.0, "relative_step": 3.0}
+    record = {"name": "16 nodes", "mean_acceptance_length": 1.5, "acceptance_by_depth": [0.4, 0.1], **costs}
+    method = {"name": "eagle", "parts": {"1 row, none": [{"name": "none"}, record]}}
+    (told, _) = comparison_tables.ranks({"compared": [method, {**method, "name": "streams"}]})
+    assert "has 1.50 tokens a pass" in told
+    assert "accepted in 40% of the steps, the second in 25% of those" in told
+    assert "gain from 3.0 tokens on" in told
