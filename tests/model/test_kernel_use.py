@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from anabranch.errors import PerformanceWarning
 from anabranch.model import kernel_use
-from anabranch.model.config import ModelConfig, RopeConfig
+from anabranch.model.config import EncoderConfig, ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.pack import pack_decoder
@@ -33,6 +34,10 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernel_use, "_warned", set())
     yield
     native.forget()
+
+
+def encoder(**changes: Any) -> EncoderConfig:
+    return EncoderConfig(replace(FITS, position="none", **changes), start=(0,))
 
 
 def packed(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Decoder:
@@ -57,6 +62,7 @@ def test_the_best_kernels_are_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("ANABRANCH_KERNELS", raising=False)
     native.forget()
     assert warned(FITS) == []
+    assert warned(replace(FITS, encoder=encoder())) == []
     use = kernels_of(packed(FITS))
     assert (use.name, use.why, use.advice) == (selection.instruction_sets()[0], "", "")
 
@@ -68,6 +74,7 @@ def test_the_best_kernels_are_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> 
         ({"norm": "layer", "qk_norm": "head"}, torch.bfloat16, "have LayerNorm only before attention and MLP; use a"),
         ({"intermediate_size": 48}, torch.bfloat16, "multiples of 32, and intermediate_size is 48"),
         ({"head_dim": 160}, torch.bfloat16, "at most 128 channels or of 256, not of 160"),
+        ({"encoder": encoder(head_dim=40)}, torch.bfloat16, "multiples of 32, and head_dim is 40 in the encoder"),
         ({}, torch.float16, "take bfloat16 and float32, not float16; load it in bfloat16"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -114,7 +114,7 @@ def _lacking_layers(c: ModelConfig) -> Shortfall | None:
     """The reason why the kernels cannot run layers of this config, experts excepted."""
     other = "use a model of another family for the faster kernels"
     if c.encoder is not None and (lacking := _lacking_layers(c.encoder.layers)) is not None:
-        return lacking
+        return replace(lacking, why=f"{lacking.why} in the encoder")
     if c.recurrent is not None:
         return Shortfall(f"PyTorch runs the layers of {c.family} models: some have a recurrent state", other)
     if c.attention_sinks:
