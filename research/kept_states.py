@@ -22,7 +22,7 @@ from anabranch.learning.examples import Example
 from anabranch.model.load import Target, load_target
 from anabranch.train import read_data, split, train_adapter, trainable
 from anabranch.train.checkpoint import read_log
-from anabranch.train.start import start_folder
+from anabranch.train.job import start_folder
 from anabranch.train.states import KeptStates
 
 LENGTHS = ("tree", "8 nodes")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anabranch.adapters import folder as folders
-from anabranch.adapters.card import card
 from anabranch.adapters.folder import TargetIdentity, find_adapters, load_adapter, read_record, save_adapter
+from anabranch.adapters.record import card
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.methods import registry
 from anabranch.methods.streams.adapter import StreamAdapter

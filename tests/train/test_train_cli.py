@@ -24,7 +24,7 @@ from anabranch.methods.streams.entry import METHOD, TRAINED
 from anabranch.methods.streams.recipes import TRAINING
 from anabranch.model import load
 from anabranch.support.appended import settings_path
-from anabranch.train.start import adopted, start_folder
+from anabranch.train.job import adopted, start_folder
 from anabranch.train.trainer import Trainer
 from small import as_target, decode, prompt, request, small
 from toy_text import ToyFolders

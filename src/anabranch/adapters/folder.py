@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from anabranch.adapters.card import card
-from anabranch.adapters.record import CONFIG, FORMAT, VERSION, method_of, read_record, title_of
+from anabranch.adapters.record import CONFIG, FORMAT, VERSION, card, method_of, read_record, title_of
 from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import AdapterError, FileError, InputError, one_line
 from anabranch.methods import Method

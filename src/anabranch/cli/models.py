@@ -379,7 +379,7 @@ def _adapter(folder: Path, as_json: bool) -> None:
         return
     from rich.markdown import Markdown
 
-    from anabranch.adapters.card import card
+    from anabranch.adapters.record import card
     from anabranch.cli.layout import output
 
     try:

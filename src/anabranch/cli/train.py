@@ -226,8 +226,7 @@ def _train_method(command: str, config: MethodTrainConfig, given: dict[str, Any]
     from anabranch.train.checkpoint import read_log
     from anabranch.train.figure import draw_curves
     from anabranch.train.fit import stored_target
-    from anabranch.train.job import train_adapter, trainable
-    from anabranch.train.start import check_init, start_folder
+    from anabranch.train.job import check_init, start_folder, train_adapter, trainable
 
     method, of = trainable(TRAININGS[command][0]), training(command)
     recipe = of.recipe(config.recipe, train_data.with_new_data(config.data, of.options, given))

@@ -16,7 +16,7 @@ from torch import Tensor
 from anabranch.drafting.drafter import Drafter, Observation, Row
 from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
 from anabranch.drafting.reader import Continuations, Reader
-from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.drafting.settings import TreeSettings
 from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Source

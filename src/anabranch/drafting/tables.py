@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.drafting.settings import TreeSettings
 from anabranch.errors import CapabilityError, FileError, one_line
 from anabranch.learning.recipe import Training
 from anabranch.model.decoder import Decoder

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from anabranch.drafting.drafter import Drafter, Method, sized
-from anabranch.drafting.tree_settings import BUDGETS
+from anabranch.drafting.settings import BUDGETS
 from anabranch.errors import InputError
 from anabranch.methods import prompt_lookup, suffix
 from anabranch.methods.draft_model import entry as draft_model

@@ -18,7 +18,7 @@ from anabranch.drafting.drafter import Drafter, Row
 from anabranch.drafting.draws import CONFIDENCE
 from anabranch.drafting.grow import product_size
 from anabranch.drafting.reader import Continuations
-from anabranch.drafting.tree_settings import MOST_NODES, TreeSettings
+from anabranch.drafting.settings import MOST_NODES, TreeSettings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.draft_model.inner import Guesser
 from anabranch.methods.draft_model.reader import DraftReader

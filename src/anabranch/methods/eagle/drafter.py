@@ -20,7 +20,7 @@ from anabranch.drafting.draws import drawn
 from anabranch.drafting.grow import Form
 from anabranch.drafting.head import RowVocabulary
 from anabranch.drafting.reader import Continuations
-from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.drafting.settings import TreeSettings
 from anabranch.errors import InputError
 from anabranch.methods.eagle.layer import EagleLayer, layer_of
 from anabranch.methods.eagle.module import EagleModule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
-from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.eagle.counting import COUNTS
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Drafter, Observation, Row, tally
 from anabranch.drafting.head import DrawNoise, RowVocabulary
-from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.drafting.settings import TreeSettings
 from anabranch.methods.heads.module import DraftHeads, VocabularyHeads
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree

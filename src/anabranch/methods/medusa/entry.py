@@ -13,8 +13,8 @@ from torch import nn
 
 from anabranch.drafting.counting import DraftCost, DraftShape
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
-from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anabranch.drafting.drafter import Drafter, Method, sized
+from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.tables import Tables, TableSettings, find_tables
-from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.errors import InputError
 from anabranch.methods.ngram.counts import build
 from anabranch.methods.ngram.drafter import NGramDrafter

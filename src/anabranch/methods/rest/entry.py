@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anabranch.drafting.drafter import Drafter, Method, sized
+from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.tables import Tables, TableSettings, find_tables
-from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.errors import InputError
 from anabranch.methods.rest.datastore import Datastore
 from anabranch.methods.rest.drafter import RestDrafter

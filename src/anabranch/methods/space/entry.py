@@ -14,8 +14,8 @@ from torch import nn
 
 from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
-from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.space.module import MaskModule, begin_with, start_from_target

@@ -22,7 +22,7 @@ from anabranch.drafting.draws import CONFIDENCE
 from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
 from anabranch.drafting.grow_tensors import Level, grow_tensors, trees_of
 from anabranch.drafting.head import DraftHead, Drawn, DrawNoise, RowVocabulary, Words
-from anabranch.drafting.tree_settings import TreeSettings
+from anabranch.drafting.settings import TreeSettings
 from anabranch.errors import InputError
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.copying import ALONE, COPIED, MIXED

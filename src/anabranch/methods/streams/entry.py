@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
-from anabranch.drafting.tree_settings import BUDGETS
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.streams.adapter import StreamAdapter
