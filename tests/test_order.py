@@ -160,6 +160,21 @@ def test_chunks_are_as_long_as_a_time_allows(monkeypatch: pytest.MonkeyPatch) ->
     assert scheduler._budget() == ticks.LEAST
 
 
+def test_a_prompt_that_is_read_does_not_wait_for_a_whole_tick_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = small()
+    monkeypatch.setattr(type(target.backend), "ragged", True)
+    scheduler = Scheduler(target)
+    scheduler._pace = ticks.READ_SECONDS / 60  # and 30 tokens while others decode
+    asked, read = watched(80, 1)
+    scheduler.submit(asked, PLAIN)
+    short = scheduler.submit(request(7, 2, 5), PLAIN)
+    scheduler.tick()
+    assert short.emitted
+    assert read[0] == 30 - 6
+    finish(scheduler)
+    assert exact(target, [short])
+
+
 # -- priority and fairness --------------------------------------------------------------------------------------
 def served(scheduler: Scheduler, tickets: Sequence[Ticket]) -> list[int]:
     """The places of the tickets in the order in which they began."""

@@ -141,10 +141,12 @@ class Ticks:
 
         On a GPU a step over many rows takes little longer than over few, so that rows should join at once.
         """
-        left, self._full = self._budget(), False
+        left, total, self._full = self._budget(), 0, False
         while left > 0 and (ticket := self._next()) is not None:
             read = self._read(ticket, left, began)
-            left -= read
+            left, total = left - read, total + read
+            if self.target.ragged:
+                left = min(left, self._budget() - total)  # a row that is ready now waits for less
             engine = self.engine
             if read and engine is not None and engine.unread and not self.target.ragged:
                 return  # the others would be padded to the width of a prompt

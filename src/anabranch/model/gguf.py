@@ -410,8 +410,9 @@ def _without_bias(
 
 def _dequantized(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[np.float32]:
     """The values of a tensor, pieces of its rows in parallel; gguf takes sixteen rows at a time, in one thread."""
-    if stored.dtype != np.uint8:  # floats
-        return dequantize(stored, kind)
+    if stored.dtype != np.uint8:
+        floats: NDArray[np.float32] = dequantize(stored, kind)
+        return floats
     rows = stored.reshape(-1, stored.shape[-1])
     pieces = np.array_split(rows, min(len(rows), 1 + rows.nbytes // PIECE))
     with ThreadPoolExecutor() as pool:  # a piece as one row, which gguf does not cut
