@@ -41,9 +41,9 @@ class Printed(NamedTuple):
 PRINTED = {
     "eagle": Printed(
         *(3.94, "ACL table 6 (Vicuna-7B)"),
-        "Its layer and its head run once a depth: beside this target of 30 narrow layers that is nearly a pass, beside "
-        "one of 7B about a thirtieth of one. Acceptance is that of 100 thousand tokens of completions and of a target "
-        "of 135M parameters; which of the two holds it down, this run does not tell.",
+        "Its layer and its head run once for each depth: with this target of 30 narrow layers that costs nearly a "
+        "pass, with one of 7B about a thirtieth of one. Acceptance is that of 100 thousand tokens of completions and "
+        "of a target of 135M parameters; which of the two holds it down, this run does not tell.",
     ),
     "lookahead": Printed(
         *(2.08, "ACL table 6 (Llama-2-Chat-7B)"),
@@ -202,9 +202,10 @@ def _by_task(
     for method, record in records:
         tasks = tasks or list(record["by_task"])
         parts = {None: record, **{task: record["by_task"].get(task, {}) for task in tasks}}
-        told = (interval(method, record, task) for task in parts)
+        intervals = (interval(method, record, task) for task in parts)
         cells = [
-            _number(part.get(key)) if cell == "-" else cell for part, cell in zip(parts.values(), told, strict=True)
+            _number(part.get(key)) if cell == "-" else cell
+            for part, cell in zip(parts.values(), intervals, strict=True)
         ]
         lines.append([f"`{method['name']}`", record["name"], *cells])
     titles = ["method", "draft", "all", *(task.replace("_", " ") for task in tasks)]
@@ -229,7 +230,7 @@ def costs(result: Result) -> list[str]:
 
 def ranks(result: Result) -> list[str]:
     """A paragraph for each method that the papers rank higher: what is accepted of it here, and what a step costs."""
-    told = []
+    paragraphs = []
     for method in _methods(result):
         record, theirs = _largest(_alone(method)), PRINTED.get(method["name"])
         if theirs is None or record is None or "draft_share" not in record:
@@ -237,14 +238,14 @@ def ranks(result: Result) -> list[str]:
         first, second, *_ = [*record["acceptance_by_depth"], 0.0, 0.0]
         length = f"{record['mean_acceptance_length']:.2f}"
         whole = record["draft_share"] + record["pass_share"]
-        told += [
+        paragraphs += [
             f"`{method['name']}` has {length} tokens a pass, where {theirs.source} prints "
             f"{theirs.length:.2f}: its first token is accepted in {first:.0%} of the steps, the second in "
             f"{second / max(first, 1e-9):.0%} of those. Drafting takes {record['draft_share']:.2f} plain steps and the "
             f"pass {record['pass_share']:.2f}, so it would gain from {whole:.1f} tokens on. {theirs.reason}",
             "",
         ]
-    return told
+    return paragraphs
 
 
 def failures(result: Result) -> list[str]:

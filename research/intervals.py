@@ -36,9 +36,9 @@ def speedup_interval(
     return float(ratio(np.arange(len(where)))), float(low), float(high)
 
 
-def cell(found: tuple[float, float, float] | None) -> str:
-    """The ratio with its interval behind it."""
-    return "-" if found is None else f"{found[0]:.2f} ({found[1]:.2f}-{found[2]:.2f})"
+def cell(speedup: tuple[float, float, float] | None) -> str:
+    """A ratio, followed by its interval in brackets; "-" without one."""
+    return "-" if speedup is None else f"{speedup[0]:.2f} ({speedup[1]:.2f}-{speedup[2]:.2f})"
 
 
 def task_cell(

@@ -21,11 +21,11 @@ OURS = ("auto", "streams", "prompt_lookup")  # streams and methods that learn no
 def lines() -> list[str]:
     """All lines: the table of costs, the sentence that follows from it, and speedups by task."""
     passes, learned = newest(PASSES), newest(LEARNED)
-    found = list(_contenders(_newest_first(results(RUNS))))
+    contenders = list(_contenders(_newest_first(results(RUNS))))
     if passes is None:
-        return _by_task(found)
+        return _by_task(contenders)
     carried = [] if learned is None else _carried(passes[1], learned[1])
-    return [*_costs(passes[1]), *_verdict(passes[1], found), *carried, *_by_task(found)]
+    return [*_costs(passes[1]), *_verdict(passes[1], contenders), *carried, *_by_task(contenders)]
 
 
 def _newest_first(runs: Mapping[str, Result]) -> list[tuple[str, Result]]:
@@ -70,27 +70,27 @@ def _costs(passes: Result) -> list[str]:
     ]
 
 
-def _verdict(passes: Result, found: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:
+def _verdict(passes: Result, contenders: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:
     """Which learned methods other than streams gain on the largest target, from its records."""
     share = _shares(passes)[TARGET]
     free = max(width for width, ratio in share.items() if ratio <= 1.1)
     wide = min(width for width in share if width > free)
-    told = (
+    text = (
         f"So on the 1.5B drafts of {free} nodes are free, {wide} need a mean acceptance length of {share[wide]:.2f}, "
         f"and 16 need {share[16]:.2f}: methods gain there by small drafts that are cheap to make."
     )
-    for _, run, record, plain in found:
+    for _, run, record, plain in contenders:
         if run["run"]["model"] != TARGET or record["name"].split(":")[0] in OURS:
             continue
         speed = speedup_interval(record, plain, range(record["prompts"]))
         parts, whole = record["step_ms_by_part"], sum(plain["step_ms_by_part"].values())
         drafting = (parts["draft"] + max(0.0, parts["prepare"] - plain["step_ms_by_part"]["prepare"])) / whole
-        told += (
+        text += (
             f" `{record['name']}` has {record['mean_acceptance_length']:.2f} tokens a pass, drafts for "
             f"{drafting:.2f} plain steps, verifies for {parts['forward'] / whole:.2f}, and decodes at {cell(speed)} "
             f"times plain decoding."
         )
-    return [told, ""]
+    return [text, ""]
 
 
 def _carried(passes: Result, learned: Result) -> list[str]:
@@ -115,11 +115,11 @@ def _carried(passes: Result, learned: Result) -> list[str]:
     ]
 
 
-def _by_task(found: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:
+def _by_task(contenders: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:
     """Tokens/s over plain decoding's by task, with intervals."""
     tasks: list[str] = []
     rows = []
-    for stem, run, record, plain in sorted(found, key=lambda each: (each[1]["run"]["model"], each[2]["name"])):
+    for stem, run, record, plain in sorted(contenders, key=lambda each: (each[1]["run"]["model"], each[2]["name"])):
         by_prompt = [prompt["task"] for prompt in run["prompts"]]
         tasks = tasks or list(dict.fromkeys(by_prompt))
         cells = [task_cell(record, plain, by_prompt, task) for task in (None, *tasks)]

@@ -127,8 +127,9 @@ def join(model: Path, parts: Path) -> None:
 def decode(decoder: Decoder, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
     """Greedy completions of at most ``new`` tokens, all prompts at once; they are padded on the left.
 
-    Keys and values of a layer are written in place, and attention reads them once for all heads that share them, so a
-    thousand rows of a 1.5B model take a few times as long as one. Rows that have ended are dropped now and then.
+    The package's own loop is made for few rows and for drafts: with 256 rows it decoded 2,354 tokens a second on an
+    H200. Here keys and values of a layer are written in place, attention reads them once for all heads that share them,
+    and rows that have ended are dropped now and then.
     """
     c, device, width = decoder.config, decoder.device, max(map(len, prompts))
     ends = torch.tensor(c.eos_token_ids, device=device)
@@ -161,8 +162,7 @@ def decode(decoder: Decoder, prompts: Sequence[Sequence[int]], new: int) -> list
                 return (weights.to(v.dtype) @ v).view(b, 1, h * e)
 
             x = block(x, cos, sin, attend)
-        following: Tensor = decoder.logits(decoder.normed(x[:, -1])).argmax(-1)
-        return following
+        return decoder.choose(decoder.normed(x[:, -1]))
 
     at_once = max(1, PREFILL // width)
     parts = [slice(start, start + at_once) for start in range(0, len(prompts), at_once)]

@@ -41,7 +41,7 @@ def _curve(record: dict[str, Any], log: list[dict[str, Any]]) -> dict[str, Any]:
 def _measure(setup: Setup) -> dict[str, Any]:
     if not setup.adapters:
         raise InputError("the study reads adapters' logs; give each with --adapter LABEL=FOLDER (docs/reproduction.md)")
-    found, data = {}, set()
+    curves, data = {}, set()
     for label, folder in setup.adapters.items():
         record, log = read_record(folder), read_log(folder / "training")
         if not log or "predicted mean acceptance length" not in record["measured"]:
@@ -49,11 +49,11 @@ def _measure(setup: Setup) -> dict[str, Any]:
         training = record["training"]
         data.add(training["data_sha256"])
         about = {"method": record["method"], "parameters": record["parameters"], "command": training["command"]}
-        found[label] = about | {"words": record["draft_vocabulary"]} | _curve(record, log)
+        curves[label] = about | {"words": record["draft_vocabulary"]} | _curve(record, log)
     if len(data) > 1:
         raise InputError("the adapters were trained on different completions; give those of one file of completions")
     (examples,) = data
-    return {"adapters": found, "data_sha256": examples, "answer_tokens": training["answer_tokens"]}
+    return {"adapters": curves, "data_sha256": examples, "answer_tokens": training["answer_tokens"]}
 
 
 def _grows(curve: Result) -> bool:
@@ -63,8 +63,8 @@ def _grows(curve: Result) -> bool:
 
 
 def _ours(result: Result) -> str:
-    told = (f"{name} {curve['held_out'][-1][1]:.2f}" for name, curve in result["adapters"].items())
-    return f"predicted mean acceptance length at 16 nodes: {', '.join(told)}"
+    lengths = (f"{name} {curve['held_out'][-1][1]:.2f}" for name, curve in result["adapters"].items())
+    return f"predicted mean acceptance length at 16 nodes: {', '.join(lengths)}"
 
 
 def _table(result: Result) -> Table:

@@ -25,7 +25,7 @@ PLAIN, VERIFY = "plain", "verify"
 
 def points(result: Result) -> list[dict[str, Any]]:
     """A pass by model and rows: operations per byte, rate, and the roof over it, in 10⁹ operations a second."""
-    found = []
+    passes = []
     for timed in result["timed"]:
         if timed["model"] not in EMBEDDINGS:
             continue
@@ -37,7 +37,7 @@ def points(result: Result) -> list[dict[str, Any]]:
                 continue
             rows = round(step["nodes"])
             intensity = 1e3 * rows * per_row / megabytes
-            found.append(
+            passes.append(
                 {
                     "model": timed["model"].removesuffix(".gguf"),
                     "kind": step["kind"],
@@ -50,7 +50,7 @@ def points(result: Result) -> list[dict[str, Any]]:
                     "ridge": rate / read,
                 }
             )
-    return found
+    return passes
 
 
 def _verified(result: Result) -> list[dict[str, Any]]:
@@ -59,12 +59,12 @@ def _verified(result: Result) -> list[dict[str, Any]]:
 
 def _ours(result: Result) -> str:
     plain = [point for point in points(result) if point["kind"] == PLAIN]
-    told = (
+    shares = (
         f"{point['model']}: {point['intensity']:.1f} operations a byte, {point['rate'] / point['matrix']:.0%} of the "
         f"arithmetic, {point['rate'] / point['roof']:.0%} of its roof"
         for point in plain
     )
-    return f"one row: {'; '.join(told)}; the roofs meet at {plain[-1]['ridge']:.0f} operations a byte"
+    return f"one row: {'; '.join(shares)}; the roofs meet at {plain[-1]['ridge']:.0f} operations a byte"
 
 
 def _table(result: Result) -> Table:
@@ -110,7 +110,7 @@ STUDY = Study(
     title="Small batches under the roofs of memory and arithmetic",
     measures="Operations per byte of weights, and operations a second, of passes of 1 to 32 rows behind 512 tokens. "
     "The roof is the lower of the matrix rate and of the bytes that memory delivers in the meantime, both measured "
-    "beside the passes; the matrix rate is that of bf16, and weights of four bits are multiplied in int8, so that "
+    "in the same run; the matrix rate is that of bf16, and weights of four bits are multiplied in int8, so that "
     "passes of many rows can lie above it. Llama-2-7B has weights of noise in its shape.",
     paper="GPT-2 Large with one row on an RTX 4090: about 1 operation a byte, 0.13 % of the arithmetic in use",
     differs="two CPU cores, whose roofs meet at ten operations a byte instead of some hundreds: few rows are idle; "

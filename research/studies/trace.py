@@ -23,10 +23,10 @@ GAMMAS = (3, 7)  # those of the figure
 
 def _specs(setup: Setup, loaded: Loaded) -> dict[str, str]:
     """Plain decoding and chains of the draft model, as in the figure; streams where the target has an adapter."""
-    found = {PLAIN: "none"}
-    found |= {f"draft model, gamma {n}": f"draft_model:model={setup.draft},tree=chain,tokens={n}" for n in GAMMAS}
+    specs = {PLAIN: "none"}
+    specs |= {f"draft model, gamma {n}": f"draft_model:model={setup.draft},tree=chain,tokens={n}" for n in GAMMAS}
     names = {each.method.name for each in loaded.adapters}
-    return found | ({"streams, 4 nodes": "streams:nodes=4"} if "streams" in names else {})
+    return specs | ({"streams, 4 nodes": "streams:nodes=4"} if "streams" in names else {})
 
 
 def _decoded(engine: Engine, request: Request) -> Iterator[Step]:
@@ -71,14 +71,14 @@ def _sums(steps: list[list[float]]) -> list[float]:
 
 
 def _ours(result: Result) -> str:
-    told = []
+    texts = []
     for name, steps in result["steps"].items():
         drafting, passes, rest, tokens, _, mine, _, theirs, _ = _sums(steps)
-        told.append(
+        texts.append(
             f"{name}: {tokens:.0f} tokens by {mine:.0f} passes and {theirs:.0f} of drafts in "
             f"{drafting + passes + rest:.0f} ms"
         )
-    return "; ".join(told)
+    return "; ".join(texts)
 
 
 def _table(result: Result) -> Table:

@@ -33,8 +33,7 @@ def backend_of(target: Decoder, kernels: native.Library) -> TorchBackend:
         return ExpertsBackend(stack)
     if encoder is None:
         return NativeBackend(stack)
-    layers = [LayerWeights.of(block) for block in encoder.blocks if isinstance(block, Block)]
-    return NativeBackend(stack, Stack(encoder, layers, 0))
+    return NativeBackend(stack, Stack(encoder, [LayerWeights.of(block) for block in encoder.blocks], 0))
 
 
 class ExpertsBackend(NativeBackend):

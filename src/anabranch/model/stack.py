@@ -55,8 +55,9 @@ class LayerWeights:
     cross_out: NativeLinear | None = None
 
     @staticmethod
-    def of(block: Block) -> LayerWeights:
+    def of(block: nn.Module) -> LayerWeights:
         """The weights of a packed block, without experts (``experts_backend``)."""
+        assert isinstance(block, Block)
         mlp, cross = block.mlp, block.cross
         parts: dict[str, Any] = {"qkv": block.qkv, "out": block.out}
         parts |= {} if isinstance(mlp, Experts) else {"up": mlp.up, "down": mlp.down}
@@ -124,7 +125,7 @@ class Stack:
     @staticmethod
     def of_target(target: Network, layers: Sequence[LayerWeights] | None = None) -> Stack:
         """All layers of a packed target, with its embedding, last norm and head; ``layers`` replace its own."""
-        stack = Stack(target, layers or [LayerWeights.of(block) for block in target.blocks], 0)  # type: ignore[arg-type]
+        stack = Stack(target, layers or [LayerWeights.of(block) for block in target.blocks], 0)
         stack._ends = native.Ends(
             embedding=table_of(target),
             places=stack._places(target),

@@ -32,14 +32,24 @@ class Case:
 
 
 def difference(case: Case, kernels: Mapping[str, Any], device: torch.device) -> str:
-    """How the kernel's result differs from the operation's on the host; empty: not by more than rounding."""
-    found = []
+    """How the kernel's result differs from the operation's on the host; empty: not by more than rounding.
+
+    A kernel that raises has no result: then the error is told.
+    """
+    try:
+        return _difference(case, kernels, device)
+    except Exception as error:  # Triton's compiler and CUDA's driver raise errors of any class
+        return f"{type(error).__name__}: {error}"
+
+
+def _difference(case: Case, kernels: Mapping[str, Any], device: torch.device) -> str:
+    both = []
     for compute, where in ((getattr(ops, case.name), torch.device("cpu")), (kernels[case.name], device)):
         arguments = tuple(_placed(x, where) for x in case.arguments)
         results = compute(*arguments)
         results = results if isinstance(results, tuple) else () if results is None else (results,)
-        found.append([x.cpu() for x in (*results, *(arguments[place] for place in case.written))])
-    for wanted, got in zip(*found, strict=True):
+        both.append([x.cpu() for x in (*results, *(arguments[place] for place in case.written))])
+    for wanted, got in zip(*both, strict=True):
         if wanted.shape != got.shape or wanted.dtype != got.dtype:
             return f"{case.name}: {tuple(got.shape)} {got.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}"
         if not wanted.is_floating_point():

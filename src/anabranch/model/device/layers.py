@@ -54,13 +54,10 @@ def _tried(device: torch.device) -> bool:
         from anabranch.model.device.kernels import KERNELS
     except ImportError:
         return False
-    try:
-        tried = [case for dtype in (torch.bfloat16, torch.float32) for case in cases(dtype, every=EVERY)]
-        why = next(filter(None, (difference(case, KERNELS, device) for case in tried)), "")
-    except Exception as error:  # Triton's compiler and CUDA's driver raise errors of any class
-        why = f"{type(error).__name__}: {error}".split("\n")[0]
-    if why:
-        warnings.warn(f"fused kernels are off, so steps take longer; tokens stay the same: {why}", stacklevel=3)
+    tried = (case for dtype in (torch.bfloat16, torch.float32) for case in cases(dtype, every=EVERY))
+    if why := next(filter(None, (difference(case, KERNELS, device) for case in tried)), ""):
+        reason = why.split("\n")[0]
+        warnings.warn(f"fused kernels are off, so steps take longer; tokens stay the same: {reason}", stacklevel=3)
         return False
     implement(KERNELS)
     return True
