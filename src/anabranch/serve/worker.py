@@ -32,8 +32,8 @@ from anabranch.support.log import LOGGER
 __all__ = ["Answer", "Worker"]
 
 STOPPED = "the server is shutting down"
-# The way of an event to its client takes 0.3 ms of the event loop's thread, since decoding empties the caches. What this
-# saves is within the noise of one client's speed (docs/log.md).
+# The way of an event to its client takes 0.3 ms of the event loop's thread, since decoding empties the caches. What
+# this saves is within the noise of one client's speed (docs/log.md).
 EVENT_SECONDS = 0.01
 
 
