@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,23 @@ def test_states_of_another_target_or_form_are_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["states"]
 
 
+def test_processes_that_begin_together_share_one_file(tmp_path: Path) -> None:
+    path, size = tmp_path / "states", 1 << 16
+
+    def made(_: int) -> int:
+        barrier.wait()
+        kept_states._create(path, b"head", size)
+        return path.stat().st_ino
+
+    for _ in range(50):
+        path.write_bytes(b"the states of another run")
+        barrier = threading.Barrier(8)
+        with ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(made, range(8)))) == 1
+        assert path.stat().st_size == size
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_run_of_another_target_does_not_read_them(tmp_path: Path) -> None:
     losses(trainer(tmp_path, "int8", plan={"target": "a"})[0], stop=4)
     (tmp_path / "checkpoint.safetensors").unlink()
@@ -201,7 +220,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(FileError) as caught:
         read(store(tmp_path / "run"))
     said = str(caught.value)
-    assert "GB of the target's states (No space left on device); free some, or use --keep-states none" in said
+    assert "GB of the target's states (No space left on device); free some space, or use --keep-states none" in said
     assert not list((tmp_path / "run").iterdir())
 
 

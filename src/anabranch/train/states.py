@@ -17,13 +17,14 @@ B rows of the batch, T text length, K kv heads, E head width, D model width.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -42,7 +43,7 @@ from anabranch.train.data import digest
 __all__ = ["Form", "KeptStates"]
 
 Form: TypeAlias = Literal["exact", "int8"]
-NAME, STAGED = "states", ".states.*.tmp"
+NAME = "states"
 VERSION, MAGIC = 1, b"anabranch states\n"
 GROUP = 64  # values of a row that share a scale
 ALIGNED = 64
@@ -301,23 +302,36 @@ def _is_whole(path: Path, wanted: bytes, size: int) -> bool:
 
 
 def _create(path: Path, wanted: bytes, size: int) -> None:
-    """Make a file of this size that begins as ``wanted`` and has no rows. Raises FileError if the disk is full."""
-    staged = path.with_name(STAGED.replace("*", str(os.getpid())))
+    """Make a file of this size that begins as ``wanted`` and has no rows, unless another process of the run just did.
+
+    Raises FileError if the disk is full.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # the states of another run, whose place may be needed
-        for left in path.parent.glob(STAGED):
-            left.unlink(missing_ok=True)
-        with staged.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            file.write(wanted)
-        with suppress(FileExistsError):
-            os.link(staged, path)  # another process of the run may have made it
+        with _locked(path.parent):
+            if _is_whole(path, wanted, size):
+                return
+            path.unlink(missing_ok=True)  # the states of another run, which may still be mapped, and need the space
+            try:
+                with path.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                    file.write(wanted)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise FileError(
-            f"{path.parent} has too little space for {size / 1e9:.2f} GB of the target's states ({error.strerror}); "
-            "free some, or use --keep-states none"
+            f"{path.parent} cannot hold {size / 1e9:.2f} GB of the target's states ({error.strerror}); "
+            "free some space, or use --keep-states none"
         ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, for which the processes of a run wait in turn."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
     finally:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
+        os.close(handle)
