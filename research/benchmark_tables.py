@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.report import rows_table
 from anabranch.bench.shape_tables import pass_costs
 from anabranch.bench.summary import CALL_TITLES, call_cells
 from anabranch.support.table import Table
@@ -16,22 +15,26 @@ from anabranch.support.table import Table
 __all__ = [
     "added",
     "at_a_time",
-    "before_after",
     "certificates",
     "comparison",
     "kind_of",
     "machine_line",
-    "passes",
     "table",
     "tables_of",
+    "throughput",
 ]
 
 Result = Mapping[str, Any]
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:
-    """The lines of a Markdown table."""
-    return Table(titles, rows, left=left).markdown()
+    """The lines of a Markdown table, without columns that have no value in any row."""
+    empty = {n for n in range(len(titles)) if rows and all(n < len(row) and row[n] == "-" for row in rows)}
+    return Table(
+        [title for n, title in enumerate(titles) if n not in empty],
+        [[cell for n, cell in enumerate(row) if n not in empty] for row in rows],
+        left=left,
+    ).markdown()
 
 
 def machine_line(result: Result) -> str:
@@ -198,7 +201,7 @@ def _segments(result: Result) -> list[str]:
         by_shape.setdefault((row["gamma"], row["length"]), {})[row["layout"]] = row
     rows = []
     for (gamma, length), found in by_shape.items():
-        if gamma not in (1, 4, 8):  # the file has all
+        if gamma not in (4, 8) or length < 1024:  # the file has all
             continue
         cells = [
             "not run" if "not_run" in found[layout] else f"{found[layout][field]:,.0f}"
@@ -255,28 +258,6 @@ def _own_evaluation(result: Result) -> list[str]:
     return [f"`{result['method']}`, {result['questions']} questions.", "", *table(("", "Spec-Bench", "ours"), rows)]
 
 
-def _tune(result: Result) -> list[str]:
-    if "step_ms" in result:  # written before times were kept as text
-        passes = result["step_ms"]
-    else:
-        passes = {
-            name: {nodes: float(ms) for nodes, ms in (pair.split(":") for pair in times["pass"].split("/"))}
-            for name, times in result["times"].items()
-        }
-    widths = list(passes["none"])
-    low, high = result["interval_90"]
-    return [
-        f"Chosen: `{result['drafter']}`, {result['speedup']:.2f} times plain decoding; predicted "
-        f"{result['predicted_tokens_per_second']:.0f} tokens/s (90 % interval {low:.0f} to {high:.0f}), measured "
-        f"{result['measured_tokens_per_second']:.0f}.",
-        "",
-        *table(
-            ("ms a pass by nodes", *widths),
-            [(name, *(f"{times[w]:.1f}" if w in times else "" for w in widths)) for name, times in passes.items()],
-        ),
-    ]
-
-
 def _passes_by_nodes(result: Result) -> list[str]:
     """Passes by their number of nodes (``anabranch bench shape``)."""
     costs = pass_costs(result["timed"])
@@ -294,75 +275,6 @@ def _shape(result: Result) -> list[str]:
         "",
         *table(("step", "context", "rows", "ms (quartiles)"), rows),
     ]
-
-
-def before_after(results: Mapping[str, Result]) -> list[str]:
-    """Two commits on the same prompts in turns (``scripts/compare_commits.py``), all results in one table."""
-    rows = []
-    for stem, result in results.items():
-        commits = f"{result['commits']['before']} → {result['commits']['now']}"
-        for number, case in enumerate(result["cases"]):
-            before, now = (f"{case['median_tokens_per_second'][side]:.1f}" for side in ("before", "now"))
-            first = (f"`{stem}`", commits, result["prompts"]) if number == 0 else ("", "", "")
-            rows.append((*first, f"`{case['case']}`", before, now, _ratio(case), case["same_tokens"]))
-    titles = ("result", "commits", "prompts", "weights:drafter", "tokens/s before", "after", "ratio", "same tokens")
-    return table(titles, rows, left=2)
-
-
-def passes(results: Mapping[str, Result]) -> list[str]:
-    """Forward passes of two commits (``scripts/compare_passes.py``): ratios of time, all results in one table."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for stem, result in results.items():
-        for case in result["cases"]:
-            cells.setdefault((case["format"], case["pass"]), {})[stem] = _ratio(case)
-    rows = [(*key, *(found.get(stem, "") for stem in results)) for key, found in cells.items()]
-    commits = [f"`{stem}`: {r['commits']['before']} → {r['commits']['now']}" for stem, r in results.items()]
-    return [
-        f"Ratios of time, lower is faster. {'; '.join(commits)}.",
-        "",
-        *table(("weights", "rows x nodes", *(f"`{stem}`" for stem in results)), rows, left=2),
-    ]
-
-
-def _ratio(case: Result, of: str = "ratio") -> str:
-    return f"{case[of]['median']:.2f} ({case[of]['quartiles'][0]:.2f}-{case[of]['quartiles'][1]:.2f})"
-
-
-def _compilers(result: Result) -> list[str]:
-    """Kernels of the wheel and of a compiler on the machine (``scripts/compare_compilers.py``), a table a run."""
-    lines = []
-    for run in result["compilers"]:
-        rows = [
-            (
-                *(case["format"], case["case"], case["median_ms"]["other"], case["median_ms"]["wheel"]),
-                _ratio(case, "speed"),
-                "yes" if case["same_results"] else "no",
-            )
-            for case in run["cases"]
-        ]
-        kernels = run["cases"][0]["kernels"]["wheel"]
-        titles = ("weights", "case", f"{run['other']}, ms", "wheel, ms", "speed of the wheel's", "same to the bit")
-        lines += [f"`{kernels}` kernels: `{run['command']}`", "", *table(titles, rows, left=2)]
-    return lines
-
-
-def _search(result: Result) -> list[str]:
-    rows = [
-        (f"`{name}`", f"{v['parameters']:,}", v["seconds"], f"{v['tree']:.3f}", f"{v['chain']:.3f}")
-        for name, v in result["variants"].items()
-        if "tree" in v
-    ]
-    return [
-        f"{result['answer_tokens']:,} tokens of completions; predicted mean acceptance length of held-out completions.",
-        "",
-        *table(("change", "parameters", "seconds", "tree, 16 nodes", "chain"), rows),
-    ]
-
-
-def _fuzz(result: Result) -> list[str]:
-    rows = [(name, *(counts[key] for key in counts)) for name, counts in result["kinds"].items()]
-    titles = list(next(iter(result["kinds"].values())))
-    return [f"{result['seconds']:.0f} seconds, seed {result['seed']}.", "", *table(("files", *titles), rows)]
 
 
 def _tables(result: Result) -> list[str]:
@@ -413,14 +325,25 @@ def _listed(result: Result) -> list[str]:
     return []
 
 
-def _throughput(result: Result) -> list[str]:
-    """Rates and latencies by number of concurrent prompts (``anabranch bench --rows``)."""
-    run = result["run"]
+def throughput(results: Mapping[str, Result]) -> list[str]:
+    """Rates by the number of concurrent prompts (``anabranch bench load``), all results in one table."""
+    counts = sorted({record["rows"] for result in results.values() for record in result["results"]})
+    rows = []
+    for stem, result in results.items():
+        cells: dict[str, dict[int, str]] = {}
+        for record in result["results"]:
+            rate = f"{record['tokens_per_second'][1]:.0f}"
+            ratio = (
+                f" ({record['ratio'][1]:.2f})" if record.get("ratio") and record["name"].split("@")[0] != "none" else ""
+            )
+            cells.setdefault(record["name"], {})[record["rows"]] = rate + ratio
+        for number, (name, rates) in enumerate(cells.items()):
+            rows.append((f"`{stem}`" if number == 0 else "", f"`{name}`", *(rates.get(count, "") for count in counts)))
     return [
-        f"{run['prompts']} prompts, {run['max_new_tokens']} new tokens, {run['dtype']}, {run['repeats']} repeats: "
-        f"medians (lowest-highest). {_memory_line(result['machine'])}",
+        "Tokens/s by the number of prompts decoded at a time, medians over repeats; in brackets over plain decoding's. "
+        "The result files have ranges, the time to the first token, latencies and counts of passes.",
         "",
-        *rows_table(result["results"]).markdown(),
+        *table(("result", "drafter", *map(str, counts)), rows, left=2),
     ]
 
 
@@ -441,27 +364,21 @@ def _study(result: Result) -> list[str]:
 # what a kind is called, the keys that only its files have, and its tables; the page has them in this order
 KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
     ("Drafters and other engines", ("contenders", "prompts_done"), comparison),
-    ("Several prompts at a time", ("contenders", "results"), _throughput),
+    ("Several prompts at a time", ("contenders", "results"), _listed),
     ("Methods", ("compared",), _methods),
     ("Long context", ("passages", "rows"), _long_context),
     ("Exactness", ("methods", "what"), _exactness),
     ("Certificates", ("certified", "counts"), _listed),
-    ("Tuning", ("interval_90", "candidates"), _tune),
     ("Predicted acceptance", ("predicted_over_decoded",), _predicted),
     ("Acceptance by kind of prompt", ("decoded", "prompts_of_a_kind"), _decoded),
     ("Spec-Bench's own evaluation", ("spec_bench", "ours"), _own_evaluation),
     ("Passes by number of nodes", ("timed", "command"), _passes_by_nodes),
     ("Step times in the shape of larger models", ("steps", "parameters", "left_out"), _shape),
-    ("Passes, before and after", ("cases", "passes"), _listed),
-    ("Before and after", ("cases", "commits"), _listed),
-    ("Compilers", ("compilers",), _compilers),
     ("Memory", ("peak_mb",), _memory),
     ("Memory with many drafters", ("held_mb",), _growth),
-    ("Adapter search", ("variants", "answer_tokens"), _search),
     ("Segment attention", ("segment", "rows"), _segments),
     ("Training rates", ("methods", "completions", "batch_tokens"), _training_rates),
     ("Tables of a large text", ("tables", "tokens"), _tables),
-    ("Fuzzing", ("kinds", "findings"), _fuzz),
     ("Studies of the papers", ("study",), _study),
     ("Other results", (), _listed),
 )

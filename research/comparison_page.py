@@ -19,7 +19,6 @@ from comparison_tables import (
     ranks,
     speeds,
     summary,
-    trained,
 )
 from generated import PICTURES, ROOT, Result, between, newest, write_or_check
 from paper_parameters import MODELS, parameter_rows
@@ -32,7 +31,6 @@ LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
-    ("Training", "", trained),
     ("Mean acceptance length by task", "", acceptance),
     (
         "Times plain decoding by task",

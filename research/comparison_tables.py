@@ -19,7 +19,6 @@ __all__ = [
     "ranks",
     "speeds",
     "summary",
-    "trained",
 ]
 
 Result = Mapping[str, Any]
@@ -141,35 +140,6 @@ def summary(result: Result) -> list[str]:
     return table([*titles, "equal in float32"], lines)
 
 
-def trained(result: Result) -> list[str]:
-    """The table of adapters: parameters, bytes, data and training."""
-    titles = ("method", "extra parameters", "of the target's", "MB", "examples", "target tokens", "epochs", "minutes")
-    lines, estimated = [], False
-    for method in _methods(result):
-        facts = method["facts"]
-        if not facts.get("adapter"):
-            continue
-        size = f"{facts['bytes'] / 1e6:.1f}"
-        if "tuned_bytes" in facts:
-            size += f" + {facts['tuned_bytes'] / 1e6:.0f}, the tuned target"
-        seconds, from_log = facts.get("seconds"), facts.get("seconds_from") == "log"
-        estimated = estimated or from_log
-        lines.append(
-            [
-                f"`{method['name']}`",
-                f"{facts['extra_parameters']:,}",
-                f"{100 * facts['parameter_share']:.2f} %",
-                size,
-                *("-" if facts.get(key) is None else f"{facts[key]:,}" for key in ("examples", "answer_tokens")),
-                "-" if facts.get("epochs") is None else f"{facts['epochs']:g}",
-                "-" if seconds is None else f"{'about ' if from_log else ''}{seconds / 60:.0f}",
-                f"`{(facts.get('data_sha256') or '-')[:10]}`",
-            ]
-        )
-    notes = ['"About": estimated from the training\'s log.', ""] if estimated else []
-    return [*table([*titles, "SHA-256 of the examples"], lines), *notes] if lines else []
-
-
 def acceptance(result: Result) -> list[str]:
     """Mean acceptance length by task, greedy."""
     records = ((method, record) for method in _methods(result) for record in _fixed(_alone(method)))
@@ -214,18 +184,19 @@ def _by_task(
 
 def costs(result: Result) -> list[str]:
     """The parts of a step, in milliseconds and relative to a step of plain decoding."""
+    weights = [each for each in result["run"]["weights"] if each in FORMATS]
     lines = []
     for method in _methods(result):
-        for weights in result["run"]["weights"]:
-            for record in _fixed(_alone(method, weights)):
-                if "draft_ms" not in record:
-                    continue
-                cells = [f"`{method['name']}`", FORMATS[weights], record["name"]]
-                cells += [f"{record[key]:.2f}" for key in ("draft_ms", "pass_ms")]
-                cells += [f"{100 * record[key]:.0f} %" for key in ("draft_share", "pass_share")]
-                lines.append([*cells, _number(record.get("relative_step"))])
-    titles = ("method", "weights", "draft", "drafting, ms", "pass, ms", "drafting / plain step", "pass / plain step")
-    return table([*titles, "step / plain step"], lines, left=3)
+        for record in _fixed(_alone(method)):
+            cells = [f"`{method['name']}`", record["name"]]
+            for each in weights:
+                same = next((r for r in _alone(method, each) if r["name"] == record["name"]), {})
+                cells += [f"{same[key]:.2f}" if key in same else "-" for key in ("draft_ms", "pass_ms")]
+                cells.append(_number(same.get("relative_step")))
+            lines.append(cells)
+    titles = ("drafting, ms", "pass, ms", "step / plain step")
+    columns = [f"{FORMATS[each]}: {title}" for each in weights for title in titles]
+    return table(["method", "draft", *columns], lines, left=2)
 
 
 def ranks(result: Result) -> list[str]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 __all__ = ["ITEMS", "VERDICTS", "Item"]
 
 VERDICTS = ("reproduced", "differs", "inconclusive", "needs a GPU")
-ACL, V1, LEVIATHAN, STAGED = "ACL", "v1", "Leviathan et al.", "Spector and Ré"
+ACL, LEVIATHAN, STAGED = "ACL", "Leviathan et al.", "Spector and Ré"
 
 
 class Item(NamedTuple):
@@ -144,20 +144,6 @@ ITEMS = (
         *(ACL, "figures 22 and 23", "texts pass by pass", "reproduced"),
         "`anabranch generate --show-drafts` ([terminal](terminal.md#generate))",
     ),
-    Item(V1, "figures 1 and 2", "system and architecture, drawn", "reproduced", "as ACL figures 1 and 3"),
-    Item(
-        *(V1, "table 1", "speedup, call reduction, parameters, metrics after tuning", "inconclusive"),
-        "as ACL table 3; `paper-v1` in [applications](applications.md#results)",
-    ),
-    Item(V1, "table 2", "latency beside a draft model", "differs", "as ACL table 5"),
-    Item(V1, "figure 3", "arithmetic intensity", "needs a GPU", "counted, as ACL figures 17 and 19"),
-    Item(V1, "figure 4", "streams against a draft model", "reproduced", "as ACL figure 20"),
-    Item(V1, "figure 5", "children per node", "differs", "as ACL figure 10"),
-    Item(V1, "figure 6", "number of stream layers", "inconclusive", "as ACL figure 11"),
-    Item(V1, "figures 7 and 8", "pruning and mask, drawn", "reproduced", "as ACL figures 14 and 15"),
-    Item(V1, "figure 9", "value rotation; top-k", "inconclusive", "as ACL figures 12a and 12b"),
-    Item(V1, "figure 10", "utilisation over time", "needs a GPU", "as ACL figure 17"),
-    Item(V1, "figures 11 and 12", "texts pass by pass", "reproduced", "as ACL figures 22 and 23"),
     Item(
         *(LEVIATHAN, "figure 1", "an example, iteration by iteration", "reproduced"),
         "`anabranch generate --show-drafts` with `draft_model`",

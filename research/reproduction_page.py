@@ -19,33 +19,34 @@ from studies.draw import draw
 
 PAGE = "docs/reproduction.md"
 MISSING = "not run yet"
-MOST_ROWS = 14  # of a table beside a chart of the same numbers
-Found = tuple[str, Result]
+Named = tuple[str, Result]
 
 INTRODUCTION = """# The papers' studies
 
-What figures and tables of the two Speculative Streaming papers (ACL; "v1" is arXiv 2402.11131), of Leviathan et al.
-and of Spector and Ré show, measured at a size that two CPU cores can do, on the default model unless a row says
-otherwise. `python research/study.py --list` lists the studies, one command runs
-each, and `python research/reproduction_page.py` writes this page from the newest results in `benchmarks/`. DIR is a
-folder with the data sets. Where the papers print no numbers, their finding is given in words. Long tables are left to
-their charts and result files.
+The figures and tables of the Speculative Streaming paper (ACL), of Leviathan et al. and of Spector and Ré, measured at
+a size that two CPU cores can do, on the default model unless a row says otherwise. `python research/study.py --list`
+lists the studies, one command runs each, and `python research/reproduction_page.py` writes this page from the newest
+results in `benchmarks/`. DIR is a folder with the data sets. Where the papers print no numbers, their finding is given
+in words. Where a chart shows the numbers, the table is left to the result file.
+
+The first version of the paper, v1 (arXiv 2402.11131), shows the same in other places: its figures 1, 2 and 4 to 12 are
+the ACL paper's figures 1, 3, 20, 10, 11, 14, 15, 12, 17, 22 and 23, its tables 1 and 2 tables 3 and 5; `paper-v1` in
+[applications](applications.md#results) is its form. Its figure 3, arithmetic intensity, is counted here as figure 17.
 
 ## Every table and figure
 
 *Reproduced*: ours shows the same, at our size. *Differs*: it does not, for the reason stated, with its measurement.
 *Inconclusive*: our measurement decides nothing. *Needs a GPU*: no smaller form of it says anything.
 """.splitlines()
-STUDIES_TITLE = ("## Studies", "")
 
 
-def index(results: Mapping[str, Found | None]) -> list[str]:
+def index(results: Mapping[str, Named | None]) -> list[str]:
     """A row per table and figure of the papers."""
     rows = [(f"*{item.verdict}*", *item[:3], item.why) for item in judged(results)]
     return table(("verdict", "paper", "item", "what it shows", "why, and where"), rows, left=5)
 
 
-def judged(results: Mapping[str, Found | None]) -> list[Item]:
+def judged(results: Mapping[str, Named | None]) -> list[Item]:
     """The items, of which those that rest on a study without a result are inconclusive."""
     missing = [f"(#{anchor(study)})" for study in STUDIES if results[study.name] is None]
     return [
@@ -56,31 +57,22 @@ def judged(results: Mapping[str, Found | None]) -> list[Item]:
     ]
 
 
-def summary(results: Mapping[str, Found | None]) -> list[str]:
-    """A row per study: the paper's figure, ours, the paper's, the differences, the command."""
-    rows = []
-    for study in STUDIES:
-        found = results[study.name]
-        ours = MISSING if found is None else study.ours(found[1])
-        link = f"[{study.title}](#{anchor(study)})"
-        rows.append((link, study.papers, ours, study.paper, study.differs, f"`{study.shown_command}`"))
-    return table(("study", "paper", "ours", "the paper's", "what differs", "command"), rows, left=6)
-
-
 def anchor(study: Study) -> str:
     """The heading's anchor."""
     return "".join(c for c in study.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
 
 
-def section(study: Study, found: Found | None) -> list[str]:
+def section(study: Study, latest: Named | None) -> list[str]:
     """The lines of one study."""
-    lines = [f"## {study.title}", ""]
-    if found is None:
-        return [*lines, f"{study.papers}. {study.measures} **{MISSING.capitalize()}.**", ""]
-    stem, result = found
+    paper = f"The paper: {study.paper}. What differs: {study.differs}. Command: `{study.shown_command}`."
+    if latest is None:
+        return [f"## {study.title}", "", f"**{MISSING.capitalize()}.** {study.papers}. {study.measures} {paper}", ""]
+    stem, result = latest
     titles, rows = study.table(result)
-    lines += [f"{study.papers}. {study.measures} {machine_line(result)}", ""]
-    if study.chart is None or study.whole or len(rows) <= MOST_ROWS:
+    tabled = study.chart is None or study.whole
+    ours = "" if tabled else f"Ours: {study.ours(result)}. "
+    lines = [f"## {study.title}", "", f"{study.papers}. {study.measures} {machine_line(result)}", "", ours + paper, ""]
+    if tabled:
         lines += table(titles, rows)
     if study.chart is not None:
         lines += [f"![{study.chart(result).title}](pictures/{stem}.svg)", ""]
@@ -90,15 +82,15 @@ def section(study: Study, found: Found | None) -> list[str]:
 def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     results = {study.name: newest(study.pattern) for study in STUDIES}
-    lines = [*INTRODUCTION, "", *index(results), *STUDIES_TITLE, *summary(results)]
+    lines = [*INTRODUCTION, "", *index(results)]
     files: dict[str, str] = {}
     for study in STUDIES:
-        found = results[study.name]
-        lines += section(study, found)
-        if found is not None and study.chart is not None:
-            name = f"{PICTURES}/{found[0]}.svg"
+        latest = results[study.name]
+        lines += section(study, latest)
+        if latest is not None and study.chart is not None:
+            name = f"{PICTURES}/{latest[0]}.svg"
             path = ROOT / name
-            files[name] = path.read_text(encoding="utf-8") if path.is_file() else draw(study.chart(found[1]))
+            files[name] = path.read_text(encoding="utf-8") if path.is_file() else draw(study.chart(latest[1]))
     return {PAGE: "\n".join(lines).rstrip() + "\n", **files}
 
 

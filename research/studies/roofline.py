@@ -120,5 +120,4 @@ STUDY = Study(
     chart=_chart,
     command="anabranch bench shape default default@int4 FILE.gguf 7b@Q4_K --width 1 --width 2 --width 4 --width 8 "
     "--width 16 --width 32 --repeats 3 --out benchmarks/passes-by-nodes-MACHINE-DATE.json",
-    whole=True,
 )

@@ -414,7 +414,6 @@ def test_a_pass_lies_under_the_lower_roof() -> None:
 
 NUMBERED = {
     "ACL": {("table", 6), ("figure", 23)},
-    "v1": {("table", 2), ("figure", 12)},
     "Leviathan et al.": {("table", 3), ("figure", 5)},
     "Spector and Ré": {("table", 2), ("figure", 3)},
 }
