@@ -32,8 +32,8 @@ from anabranch.bench.report import environment
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.streams import attention
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import Frozen, LossOptions, StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.weights import build_decoder
 from anabranch.support import plots

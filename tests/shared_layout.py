@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.attention import stream_positions
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.blocks import attention
 from anabranch.model.decoder import Decoder
 

@@ -23,7 +23,7 @@ from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder

@@ -20,8 +20,8 @@ import torch
 
 from anabranch.adapters import folder as adapters
 from anabranch.adapters.folder import TargetIdentity, save_adapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.entry import METHOD
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model import fetch
 from anabranch.model.load import load_target
 from anabranch.native import library as native

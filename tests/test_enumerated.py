@@ -19,7 +19,7 @@ from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import Drafter, Row, make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import Constraint, SamplingParams

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anabranch.learning.examples import Example
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import trail
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder

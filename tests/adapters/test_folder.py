@@ -20,9 +20,9 @@ from anabranch.adapters.record import card
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.methods import registry
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import MOST_STREAMS, StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.entry import METHOD
+from anabranch.methods.streams.recipes import MOST_STREAMS, StreamConfig
 from anabranch.model.load import Target
 from anabranch.model.rope import MARGIN
 from anabranch.model.weights import build_decoder

@@ -21,7 +21,7 @@ from anabranch.declared import CALL, Keywords
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder
 from anabranch.options import requests

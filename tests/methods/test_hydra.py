@@ -26,8 +26,7 @@ from anabranch.methods import make_drafter, parse_spec
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
-from anabranch.methods.hydra.draft import HydraDraft
-from anabranch.methods.hydra.drafter import PrefixDrafter
+from anabranch.methods.hydra.draft import HydraDraft, PrefixDrafter
 from anabranch.methods.hydra.module import HydraConfig, HydraModule, Memory, PrefixLayer
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.model.decoder import Decoder

@@ -27,7 +27,7 @@ from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.methods.ngram.entry import NGramDrafter, NGramModel
 from anabranch.methods.rest.entry import Datastore, RestDrafter
 from anabranch.methods.space.module import MaskConfig, MaskModule
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.config import RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import pack_decoder

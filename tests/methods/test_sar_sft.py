@@ -17,8 +17,14 @@ from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.space.entry import mask_objective
-from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
-from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
+from anabranch.methods.space.module import (
+    MaskConfig,
+    MaskLossOptions,
+    MaskModule,
+    MaskObjective,
+    begin_with,
+    start_from_target,
+)
 from anabranch.methods.terms import LayerTuning
 from anabranch.methods.tuning import TunedObjective
 from anabranch.model.decoder import Decoder

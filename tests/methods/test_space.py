@@ -17,8 +17,14 @@ from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter, parse_spec
 from anabranch.methods.space.entry import METHOD, TRAINED, SpaceSettings
-from anabranch.methods.space.module import MaskConfig, MaskModule, begin_with, start_from_target
-from anabranch.methods.space.objective import MaskLossOptions, MaskObjective
+from anabranch.methods.space.module import (
+    MaskConfig,
+    MaskLossOptions,
+    MaskModule,
+    MaskObjective,
+    begin_with,
+    start_from_target,
+)
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache

@@ -20,7 +20,7 @@ import anabranch
 from anabranch.decoding.engine import Request
 from anabranch.errors import AnabranchError, FileError, ModelError, ModelWarning, NumericsError
 from anabranch.methods import make_drafter
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model import as_stored, packed_file
 from anabranch.model.as_stored import describe_stored
 from anabranch.model.gguf import read_gguf

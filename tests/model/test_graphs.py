@@ -17,9 +17,9 @@ from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model import graphs
 from anabranch.model.backends import GraphBackend
 from anabranch.model.decoder import Decoder

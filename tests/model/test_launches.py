@@ -10,7 +10,7 @@ import torch
 import pretended
 from anabranch.decoding.engine import Engine, Request
 from anabranch.methods import make_drafter
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model import graphs
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.device.layers import fits

@@ -24,11 +24,11 @@ from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.quantized_draft.lead import LeadStreamDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.copying import ALONE, LONGEST, MIXED, MOST, continuations
 from anabranch.methods.streams.draft import BLOCKS, StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.native import NativeTrail
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import trail
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig

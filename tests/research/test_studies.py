@@ -23,9 +23,8 @@ from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods import make_drafter
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import StreamObjective
-from anabranch.methods.streams.recipes import TRAINING
+from anabranch.methods.streams.recipes import TRAINING, StreamConfig
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs

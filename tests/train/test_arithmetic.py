@@ -15,9 +15,8 @@ import torch
 from anabranch.learning.examples import Example
 from anabranch.learning.loss import VocabularyLoss
 from anabranch.methods import Method, methods
-from anabranch.methods.streams.attention import stream_attention
-from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.row_attention import row_attention, row_mask
+from anabranch.methods.streams.attention import row_attention, row_mask, stream_attention
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.mlp import MLP
 from anabranch.sampling import SamplingParams, argmax, gumbels, process_logits, target_tokens
 from anabranch.train import fit

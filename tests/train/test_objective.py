@@ -19,10 +19,10 @@ from anabranch.learning.loss import VocabularyLoss
 from anabranch.methods.streams import attention
 from anabranch.methods.streams import objective as module
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import RIDING_STRIDE, LossOptions, StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.decoder import Decoder
 from small import RICH, VOCABULARY, decode, prompt, request, small, small_adapter
 

@@ -8,10 +8,10 @@ import torch
 from anabranch.drafting.replay import replay, replay_all
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.streams import objective as objective_module
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from small import RICH, VOCABULARY, decode, request, small, small_adapter
 
 PARENT = StreamConfig(num_streams=4, num_stream_layers=2, conditioning="parent", conditioning_rank=5)
@@ -62,8 +62,8 @@ def test_accuracy_by_stream_is_counted_as_the_loss_counts_it(monkeypatch: pytest
         scores = objective.loss(of, frozen, segment)
         right, count = right + scores.right_S, count + scores.count_S
     _, accuracy = replay_all(objective, {}, examples, top=4, rows=len(examples))
-    assert accuracy.count_S.tolist() == count.tolist()
-    assert accuracy.first_S.tolist() == right.tolist()
+    assert accuracy.count_J.tolist() == count.tolist()
+    assert accuracy.first_J.tolist() == right.tolist()
     first, among = accuracy.shares()
     assert all(a >= f for f, a in zip(first, among, strict=True))
     _, everything = replay_all(objective, {}, examples, top=VOCABULARY)

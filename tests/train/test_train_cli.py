@@ -18,10 +18,9 @@ from anabranch.adapters.folder import load_adapter
 from anabranch.cli.configured import recipe_rows
 from anabranch.cli.train import app
 from anabranch.errors import AnabranchError, FileError, InputError, TrainingWarning
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.entry import METHOD, TRAINED
-from anabranch.methods.streams.recipes import TRAINING
+from anabranch.methods.streams.recipes import TRAINING, StreamConfig
 from anabranch.model import load
 from anabranch.support.appended import settings_path
 from anabranch.train.job import adopted, start_folder

@@ -18,8 +18,8 @@ from anabranch.errors import FileError, InputError
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.support.interrupt import shielded
 from anabranch.train.checkpoint import load_checkpoint
 from anabranch.train.trainer import Progress, Trainer

@@ -13,8 +13,7 @@ from anabranch.drafting.published import Layout
 from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Example
 from anabranch.learning.objective import Objective
-from anabranch.learning.recipe import Recipe, Training
-from anabranch.learning.shape import Shape
+from anabranch.learning.recipe import Recipe, Shape, Training
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target

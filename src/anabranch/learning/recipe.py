@@ -1,4 +1,4 @@
-"""Recipes: frozen records that determine a training run, and what a method says of its trainings.
+"""Recipes: frozen records that determine a training run, with the shape of the trained module and the options of users.
 
 Nothing here imports torch, and neither do the modules of methods that hold recipes: ``--help`` shows them.
 """
@@ -6,14 +6,29 @@ Nothing here imports torch, and neither do the modules of methods that hold reci
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from anabranch.errors import InputError
+from anabranch.errors import AdapterError, InputError
+from anabranch.support.jsonfiles import is_whole, shown
 
-__all__ = ["COMMON", "HELD_OUT", "RECOMPUTE", "Option", "Recipe", "TrainOptions", "Training"]
+__all__ = [
+    "COMMON",
+    "HELD_OUT",
+    "MOST_RANK",
+    "MOST_WIDTH",
+    "RECOMPUTE",
+    "Option",
+    "Recipe",
+    "Shape",
+    "TrainOptions",
+    "Training",
+]
 
 WARMUP, HELD_OUT = 50, 64  # at most, where a run does not say how many
+MOST_RANK = 1024  # of terms that tune a target
+MOST_WIDTH = 1 << 16
+S = TypeVar("S", bound="Shape")
 
 
 @dataclass(frozen=True)
@@ -208,3 +223,43 @@ COMMON: dict[str, Option] = {
 RECOMPUTE: dict[str, Option] = {
     "recompute": Option(bool, "compute layers again for their gradients instead of keeping them; needs less memory"),
 }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The base class of shapes of trained modules, which are stored as JSON with the weights.
+
+    Fields are whole numbers, choices (``Literal``), true or false, or texts.
+
+    ranges  the least and the greatest value of each whole number
+    """
+
+    ranges: ClassVar[Mapping[str, tuple[int, int]]] = {}
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for name in (each.name for each in fields(self)):
+            hint, value = hints[name], getattr(self, name)
+            if get_origin(hint) is Literal and value not in (allowed := get_args(hint)):
+                raise InputError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+            if hint is bool and not isinstance(value, bool):
+                raise InputError(f"{name} must be true or false, got {shown(value)}")
+            if hint is int and not is_whole(value, *(limits := self.ranges[name])):
+                raise InputError(f"{name} must be a whole number from {limits[0]} to {limits[1]}, got {shown(value)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in adapter_config.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[S], record: Any) -> S:
+        """From adapter_config.json. Raises AdapterError for unknown or malformed fields."""
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(set(record) - known):
+            raise AdapterError(
+                f"adapter_config.json has the unknown field {shown(unknown[0])}; it may come from a newer anabranch"
+            )
+        try:
+            return cls(**record)
+        except (InputError, TypeError) as error:
+            raise AdapterError(f"adapter_config.json is malformed: {error}") from error

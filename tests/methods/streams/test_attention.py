@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anabranch.methods.streams.attention import stream_attention, stream_bias, stream_positions
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.config import ModelConfig
 from small import CASES, LLAMA
 

@@ -11,7 +11,7 @@ import torch
 from anabranch.learning.examples import Example
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import mlp_rows, reproduce_mlps, start_streams
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from small import prompt, small
 
 LITERAL = StreamConfig(num_streams=3, num_stream_layers=2, adapter_rank=8)

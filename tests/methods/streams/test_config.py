@@ -9,9 +9,9 @@ import torch
 
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.sampling import SamplingParams
 from small import LLAMA, RICH, small, small_adapter
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from anabranch.drafting.head import DrawNoise, RowVocabulary
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, position_keys, target_probs, target_tokens
 from anabranch.tree import DraftTree
 from small import RICH, VOCABULARY, small, small_adapter

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
-from anabranch.methods.streams.recipes import TRAINING
+from anabranch.methods.streams.recipes import TRAINING, StreamConfig
 from anabranch.model.config import ModelConfig
 
 

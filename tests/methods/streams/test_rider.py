@@ -12,9 +12,9 @@ import torch
 
 from anabranch.drafting.drafter import Observation, Row
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder

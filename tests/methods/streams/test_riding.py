@@ -12,7 +12,7 @@ import torch
 from anabranch.certify import certify
 from anabranch.methods.space.module import MaskConfig, MaskModule
 from anabranch.methods.streams.adapter import StreamAdapter, StreamModule
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.backends import TorchBackend
 from anabranch.model.cache import Cache

@@ -13,8 +13,8 @@ from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import GROUP, QuantizedWeight
 from anabranch.model.training_formats import multiply_in_int8

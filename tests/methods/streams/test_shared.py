@@ -23,9 +23,9 @@ from anabranch.methods.lookahead import LookaheadDrafter
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import own_rider
 from anabranch.methods.suffix import SuffixDrafter
 from anabranch.model.backends import TorchBackend

@@ -27,9 +27,9 @@ from anabranch.methods.lora.module import LoraLayers, fresh_lora
 from anabranch.methods.lora.recipes import LoraConfig
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with, scale_to_target
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.joint import shared_objective
 from anabranch.methods.streams.objective import LossOptions, StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.terms import LayerTuning, lora_of
 from anabranch.methods.tuning import TunedObjective, next_token_scores, tuned_pass
 from anabranch.model.decoder import Decoder

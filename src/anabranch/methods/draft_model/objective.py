@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.drafting.replay import replay_drafter
+from anabranch.drafting.replay import Accuracy, Replay, evaluation, replay_drafter
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.replay import Accuracy, Replay, evaluation
 from anabranch.learning.target import Keeping, frozen_target
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.module import DraftModule
@@ -111,6 +110,6 @@ class DraftObjective:
             for part in range(0, len(tokens_M), CHUNK):
                 z = F.linear(states_MD[part : part + CHUNK], self.module.model.head.weight)
                 hit = z.topk(min(TOP, z.shape[-1]), dim=-1).indices == tokens_M[part : part + CHUNK, None]
-                accuracy.first_S[0] += float(hit[:, 0].sum())
-                accuracy.among_S[0] += float(hit.any(-1).sum())
-                accuracy.count_S[0] += len(hit)
+                accuracy.first_J[0] += float(hit[:, 0].sum())
+                accuracy.among_J[0] += float(hit.any(-1).sum())
+                accuracy.count_J[0] += len(hit)

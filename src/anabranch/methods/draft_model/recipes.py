@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, Training, TrainOptions
-from anabranch.learning.shape import MOST_WIDTH, Shape
+from anabranch.learning.recipe import COMMON, MOST_WIDTH, RECOMPUTE, Option, Recipe, Shape, Training, TrainOptions
 from anabranch.model.config import ModelConfig, RopeConfig
 
 __all__ = ["TRAINING", "DraftConfig", "LossOptions"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
+from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import Recipe
-from anabranch.methods.eagle.counting import COUNTS
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.module import EagleModule, begin_with
 from anabranch.methods.eagle.objective import EagleObjective
@@ -34,6 +36,16 @@ def _describe(config: EagleConfig) -> str:
     return f"one layer on the fused states before layers {config.taps}" if config.taps else "one layer on features"
 
 
+def _count(decoder: Decoder, shape: DraftShape) -> DraftCost:
+    """One path of ``gamma`` steps of a 2h x h matrix, a decoder layer and the target's output head."""
+    config = decoder.config
+    head = EagleModule(replace(config, vocab_size=1), EagleConfig())
+    read = matrix_weights(head) + decoder.head.weight.numel()
+    cache = 2 * config.num_kv_heads * config.head_dim * shape.context
+    operations = 2 * read + attention_operations(config, shape.context)
+    return DraftCost(head.num_parameters(), shape.gamma * WEIGHT_BYTES * (read + cache), shape.gamma * operations)
+
+
 TRAINED = Trained(
     training=TRAINING,
     module=EagleModule,
@@ -52,6 +64,6 @@ METHOD = Method(
     variants=("", "tree=auto", "tree=chain", "tree=static"),
     candidates=sized(EagleSettings, BUDGETS),
     order=numbered("eagle"),
-    counts=COUNTS,
+    counts={"eagle": _count},
     published=PUBLISHED,
 )

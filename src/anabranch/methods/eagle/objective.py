@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.drafting.drafter import Row
-from anabranch.drafting.replay import replay_drafter
+from anabranch.drafting.replay import Accuracy, Replay, evaluation, replay_drafter
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.replay import Accuracy, Replay, evaluation
 from anabranch.learning.target import Keeping, frozen_target
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.layer import new_layer
@@ -182,6 +181,6 @@ class EagleObjective:
                 states_MD = self.module.states(features_BID[rows_M, places_M - 1][known_M])
                 top = min(TOP, len(words.head_VD))
                 first, among = hits(words, states_MD, wanted_M[known_M], top)
-                accuracy.first_S[step] += first
-                accuracy.among_S[step] += among
-                accuracy.count_S[step] += int(known_M.sum())
+                accuracy.first_J[step] += first
+                accuracy.among_J[step] += among
+                accuracy.count_J[step] += int(known_M.sum())

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, Option, Recipe, Training, TrainOptions
-from anabranch.learning.shape import Shape
+from anabranch.learning.recipe import COMMON, Option, Recipe, Shape, Training, TrainOptions
 from anabranch.support.jsonfiles import shown
 
 __all__ = ["TRAINING", "EagleConfig", "LossOptions"]

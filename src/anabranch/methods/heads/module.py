@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, matrix_weights, parameters
 from anabranch.drafting.head import DraftHead
 from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import InputError
@@ -31,7 +32,9 @@ __all__ = [
     "ResidualBlock",
     "VocabularyHeads",
     "begin_with",
+    "described",
     "first_blocks",
+    "read_once",
     "start_from_target",
 ]
 
@@ -205,3 +208,16 @@ def begin_with(module: DraftHeads, trained: DraftHeads) -> None:
         here, there = torch.tensor(both).T.to(mine_V.device)
         with torch.no_grad():
             mine_V[here] = theirs_V[there].to(mine_V)
+
+
+def described(config: HeadConfig, read: str = "") -> str:
+    """The size of heads in a few words; ``read`` says what they read besides the target's state."""
+    scored = "scored by the target's head" if config.head == "shared" else "with vocabulary heads of their own"
+    blocks = "1 residual block" if config.num_layers == 1 else f"{config.num_layers} residual blocks"
+    return f"{config.num_heads} heads of {blocks}{read}, {scored}"
+
+
+def read_once(heads: nn.Module) -> DraftCost:
+    """The cost of heads that are read once per draft."""
+    read = matrix_weights(heads)
+    return DraftCost(parameters(heads), WEIGHT_BYTES * read, 2 * read)

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anabranch.drafting.head import RowVocabulary
-from anabranch.drafting.replay import replay_all
+from anabranch.drafting.replay import evaluation, replay_all
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.replay import evaluation
 from anabranch.learning.target import Keeping, TargetStates, frozen_target
 from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
 from anabranch.methods.heads.module import DraftHeads

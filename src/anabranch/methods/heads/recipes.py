@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, Option
-from anabranch.learning.shape import Shape
+from anabranch.learning.recipe import COMMON, Option, Shape
 
 __all__ = ["MOST_HEADS", "OPTIONS", "HeadConfig", "LossOptions"]
 

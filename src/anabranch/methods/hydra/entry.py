@@ -12,11 +12,9 @@ from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
-from anabranch.methods.heads.module import begin_with, start_from_target
+from anabranch.methods.heads.module import begin_with, described, read_once, start_from_target
 from anabranch.methods.heads.objective import HeadObjective
-from anabranch.methods.heads.trained import described, read_once
-from anabranch.methods.hydra.draft import HydraDraft
-from anabranch.methods.hydra.drafter import PrefixDrafter
+from anabranch.methods.hydra.draft import HydraDraft, PrefixDrafter
 from anabranch.methods.hydra.module import HydraModule
 from anabranch.methods.hydra.published import LAYOUTS
 from anabranch.methods.hydra.recipes import TRAINING, HydraConfig

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, Option, Recipe, Training, TrainOptions
-from anabranch.learning.shape import MOST_RANK, Shape
+from anabranch.learning.recipe import COMMON, MOST_RANK, Option, Recipe, Shape, Training, TrainOptions
 
 __all__ = ["TRAINING", "LoraConfig", "LoraLoss"]
 

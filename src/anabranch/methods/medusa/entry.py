@@ -18,9 +18,8 @@ from anabranch.drafting.trained import Trained
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
-from anabranch.methods.heads.module import start_from_target
+from anabranch.methods.heads.module import described, read_once, start_from_target
 from anabranch.methods.heads.objective import HeadObjective
-from anabranch.methods.heads.trained import described, read_once
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaModule, begin_with_heads
 from anabranch.methods.medusa.published import LAYOUTS

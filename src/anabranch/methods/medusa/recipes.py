@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import RECOMPUTE, Option, Recipe, Training, TrainOptions
-from anabranch.learning.shape import MOST_RANK
+from anabranch.learning.recipe import MOST_RANK, RECOMPUTE, Option, Recipe, Training, TrainOptions
 from anabranch.methods.heads.recipes import OPTIONS, HeadConfig, LossOptions
 
 __all__ = ["TRAINING", "TUNING", "MedusaConfig", "MedusaLoss"]

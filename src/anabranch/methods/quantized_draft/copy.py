@@ -21,8 +21,7 @@ from torch import Tensor
 from anabranch.drafting.drafter import Call, tally
 from anabranch.drafting.head import DraftHead, DrawNoise, RowVocabulary
 from anabranch.methods.streams.draft import NativeDraft, StreamSettings
-from anabranch.methods.streams.native import narrow_layer
-from anabranch.methods.streams.trailing import Trailed, lengths_with
+from anabranch.methods.streams.native import Trailed, lengths_with, narrow_layer
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_backend import stack_of

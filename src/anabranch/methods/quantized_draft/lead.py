@@ -22,8 +22,7 @@ from anabranch.methods.quantized_draft.copy import COPY, Copied, QuantizedCopy
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter, StreamState
-from anabranch.methods.streams.native import NativeTrail
-from anabranch.methods.streams.trailing import trailing
+from anabranch.methods.streams.native import NativeTrail, trailing
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree

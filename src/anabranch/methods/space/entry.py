@@ -18,8 +18,7 @@ from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
-from anabranch.methods.space.module import MaskModule, begin_with, start_from_target
-from anabranch.methods.space.objective import MaskObjective
+from anabranch.methods.space.module import MaskModule, MaskObjective, begin_with, start_from_target
 from anabranch.methods.space.recipes import TRAINING, MaskConfig, MaskLossOptions
 from anabranch.methods.streams.draft import StreamSettings, StreamTrees
 from anabranch.methods.streams.drafter import StreamDrafter

@@ -1,4 +1,5 @@
-"""SPACE's trained parameters: the embeddings of its mask tokens, and terms of the target's layers if it is tuned too.
+"""SPACE's trained parameters: the embeddings of its mask tokens, and terms of the target's layers if it is tuned too;
+and their objective.
 
 B rows of the batch, N nodes, S masks, D model width.
 """
@@ -9,15 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import InputError
-from anabranch.methods.space.recipes import TUNED_UNIT, MaskConfig
+from anabranch.learning.examples import Batch
+from anabranch.learning.objective import Scores, Segment
+from anabranch.methods.space.recipes import TUNED_UNIT, MaskConfig, MaskLossOptions
 from anabranch.methods.streams.adapter import StreamModule
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.objective import Frozen, StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.terms import LayerTuning, terms_of
 from anabranch.model.blocks import RowSide
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 
-__all__ = ["MaskConfig", "MaskModule", "begin_with", "start_from_target"]
+__all__ = ["MaskConfig", "MaskLossOptions", "MaskModule", "MaskObjective", "begin_with", "start_from_target"]
 
 
 class MaskModule(StreamModule):
@@ -101,3 +105,40 @@ def begin_with(module: MaskModule, trained: MaskModule) -> None:
     with torch.no_grad():
         more = trained.embeddings[-1:].expand(mine - theirs, -1)
         module.embeddings.copy_(torch.cat((trained.embeddings, more)) * (trained.scale / module.scale))
+
+
+class MaskObjective(StreamObjective):
+    """The ``Objective`` of masks: the streams' loss at every ``stride``-th position of a completion.
+
+    k embeddings have few degrees of freedom, and every mask runs through the whole target and back. So a step sees many
+    texts at few positions rather than few texts at all of theirs.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        module: MaskModule,
+        options: MaskLossOptions | None = None,
+        *,
+        segment: int = 128,
+        frozen: Decoder | None = None,
+    ) -> None:
+        weights = options or MaskLossOptions()
+        super().__init__(target, module, weights.of_streams, segment=segment, frozen=frozen)
+        self.stride = weights.stride
+
+    def predictions(self, batch: Batch) -> float:
+        """About the number of predictions that ``loss`` scores."""
+        return super().predictions(batch) / self.stride
+
+    def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
+        """The loss of some positions of a segment; which ones depends on the batch, so that epochs differ."""
+        positions_BP, real_BP = segment
+        width, offset = positions_BP.shape[1], int(batch.scored_BT.sum()) % self.stride
+        columns_BC = (offset - positions_BP[:, :1]) % self.stride + torch.arange(
+            0, width, self.stride, device=positions_BP.device
+        )
+        inside_BC = columns_BC < width
+        columns_BC = columns_BC.clamp(max=width - 1)
+        chosen = Segment(positions_BP.gather(1, columns_BC), real_BP.gather(1, columns_BC) & inside_BC)
+        return super().loss(batch, frozen, chosen)

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, RECOMPUTE, Option, Recipe, Training, TrainOptions
-from anabranch.learning.shape import MOST_RANK, Shape
-from anabranch.methods.streams.config import MOST_STREAMS
-from anabranch.methods.streams.recipes import LossOptions
+from anabranch.learning.recipe import COMMON, MOST_RANK, RECOMPUTE, Option, Recipe, Shape, Training, TrainOptions
+from anabranch.methods.streams.recipes import MOST_STREAMS, LossOptions
 
 __all__ = ["TRAINING", "TUNED_UNIT", "MaskConfig", "MaskLossOptions"]
 

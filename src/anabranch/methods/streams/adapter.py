@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anabranch.drafting.trained import TrainedModule
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.scorer import Conditioner
 from anabranch.methods.terms import LayerTuning, LowRank, terms_of
 from anabranch.model.blocks import Block, RowSide

@@ -16,7 +16,7 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import Recipe
 from anabranch.learning.target import run_frozen
 from anabranch.methods.streams.adapter import StreamAdapter, StreamModule
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.tuning import TextPass
 from anabranch.model.decoder import Decoder
 from anabranch.model.mlp import MLP

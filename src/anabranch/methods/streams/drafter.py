@@ -17,9 +17,8 @@ from anabranch.methods.streams.copying import COPIED, PRIOR
 from anabranch.methods.streams.device_draft import DeviceDraft
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.fused import FusedTrail
-from anabranch.methods.streams.native import NativeTrail
+from anabranch.methods.streams.native import NativeTrail, Trailed, trailing
 from anabranch.methods.streams.rider import StreamRider, trail
-from anabranch.methods.streams.trailing import Trailed, trailing
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Source

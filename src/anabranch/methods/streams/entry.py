@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
@@ -13,16 +15,15 @@ from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import adopt_streams, begin_with, start_streams
-from anabranch.methods.streams.config import StreamConfig
 from anabranch.methods.streams.copying import COPIED
-from anabranch.methods.streams.counting import COUNTS
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.joint import shared_objective
 from anabranch.methods.streams.objective import StreamObjective
-from anabranch.methods.streams.recipes import TRAINING
+from anabranch.methods.streams.recipes import TRAINING, StreamConfig
 from anabranch.methods.streams.rider import own_rider
 from anabranch.methods.tuning import export_tuned
+from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "TRAINED"]
@@ -62,6 +63,38 @@ def _packed(recipe: Recipe) -> bool:
     return recipe.config.mode == "lossless" and not recipe.loss.rounding
 
 
+def _naive(decoder: Decoder, shape: DraftShape) -> DraftCost:
+    """Lossless mode: every node's streams pass through complete layers and the head."""
+    adapter = StreamAdapter(decoder.config, replace(_shape(shape), stream_mlp="mlp+adapter"))
+    layer = matrix_weights(decoder.blocks[0]) + matrix_weights(adapter.layer(adapter.start))
+    rows = shape.nodes * shape.gamma
+    attention = attention_operations(decoder.config, shape.context)
+    per_row = shape.layers * (2 * layer + attention) + 2 * decoder.head.weight.numel()
+    return _cost(decoder, adapter, shape, rows * per_row)
+
+
+def _optimised(decoder: Decoder, shape: DraftShape) -> DraftCost:
+    """Appendix H: p context positions per stream, an adapter for the MLP, the head only for the accepted node."""
+    adapter = StreamAdapter(decoder.config, replace(_shape(shape), context_top=shape.context_top))
+    block = decoder.blocks[0]
+    assert isinstance(block, Block)
+    layer = matrix_weights(block.qkv) + matrix_weights(block.out) + matrix_weights(adapter.layer(adapter.start))
+    attention = attention_operations(decoder.config, min(shape.context, shape.context_top))
+    body = shape.nodes * shape.gamma * shape.layers * (2 * layer + attention)
+    return _cost(decoder, adapter, shape, body + shape.gamma * 2 * decoder.head.weight.numel())
+
+
+def _shape(shape: DraftShape) -> StreamConfig:
+    return StreamConfig(num_streams=shape.gamma, num_stream_layers=shape.layers, adapter_rank=shape.rank)
+
+
+def _cost(decoder: Decoder, adapter: StreamAdapter, shape: DraftShape, operations: int) -> DraftCost:
+    """The target's weights are not counted as reads; pruning is an early exit through the head at each node."""
+    assert adapter.prune is not None
+    exits = 2 * shape.nodes * (matrix_weights(adapter.prune) + decoder.head.weight.numel()) if shape.nodes > 1 else 0
+    return DraftCost(adapter.num_parameters(), WEIGHT_BYTES * adapter.num_parameters(), operations + exits)
+
+
 TRAINED = Trained(
     training=TRAINING,
     module=StreamAdapter,
@@ -85,6 +118,6 @@ METHOD = Method(
     candidates=sized(StreamSettings, BUDGETS),
     default=True,
     order=_order,
-    counts=COUNTS,
+    counts={"streams": _naive, "streams, optimised": _optimised},
     published=PUBLISHED,
 )

@@ -1,11 +1,12 @@
-"""Trailing streams on the native kernels: the streams of a node are a chain with the adapter's weights.
+"""Streams on the native kernels: those that trail a pass are chains with the adapter's weights; those that ride in it.
 
-B rows of the batch, S streams, D model width.
+B rows of the batch, M main rows of a pass, S streams, D model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.drafting.drafter import Call
+from anabranch.drafting.drafter import Call, Row, tally
 from anabranch.drafting.head import DraftHead
-from anabranch.methods.streams.adapter import StreamLayer, StreamModule
+from anabranch.methods.streams.adapter import RootTerm, StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
 from anabranch.methods.terms import LowRank
 from anabranch.model.blocks import Block
@@ -25,12 +26,13 @@ from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like
 from anabranch.model.reads import read_bytes
+from anabranch.model.riding import NativeRider, Side, Term
 from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.arguments import address
 from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
 from anabranch.support.memory import give_back
 
-__all__ = ["NativeTrail", "narrow", "narrow_layer"]
+__all__ = ["NativeTrail", "Trailed", "lengths_with", "narrow", "narrow_layer", "native_rider", "trailing"]
 
 _narrowed: WeakKeyDictionary[NativeLinear, NativeLinear] = WeakKeyDictionary()
 
@@ -185,3 +187,93 @@ def _whole_blocks(term: LowRank, like: nn.Module) -> tuple[NativeLinear, NativeL
     assert isinstance(low, NativeLinear)
     assert isinstance(high, NativeLinear)
     return low, high
+
+
+def native_rider(target: Decoder, adapter: StreamModule, kind: str) -> NativeRider:
+    """The rider of an adapter, without pruning, beside a target's weights of a ``kind``; shared by its drafters."""
+    return adapter.shared(target, NativeRider, lambda: _packed(target, adapter, kind))
+
+
+def _packed(target: Decoder, adapter: StreamModule, kind: str) -> NativeRider:
+    shape = adapter.shape
+    angles = shape.rotation_step * torch.arange(1, shape.num_streams + 1)
+    return NativeRider(
+        kind,
+        start=adapter.start,
+        streams=shape.num_streams,
+        own=shape.main_attends == "own",
+        from_main=adapter.reads_main,
+        positioned=adapter.positioned,
+        embeddings=adapter.initial_embeddings,
+        init=_term(adapter.init),
+        root=None if adapter.root is None else _root(adapter.root),
+        angles=angles if shape.position == "rotation" else None,
+        sides=_sides(adapter),
+        exit=_term(adapter.prune),
+        softcap=target.config.logit_softcap,
+    )
+
+
+def _sides(adapter: StreamModule) -> Sequence[Side]:
+    return [
+        Side(
+            qkv=_term(layer.delta("qkv")),
+            out=_term(layer.delta("out")),
+            up=_term(layer.delta("up")),
+            down=_term(layer.delta("down")),
+            mlp=_term(layer.mlp),
+            replaces=not layer.keep_mlp,
+            gated=adapter.model.gated_mlp,
+        )
+        for layer in (adapter.layer(index) for index in range(adapter.start, adapter.model.num_layers))
+    ]
+
+
+def _term(term: LowRank | None) -> Term | None:
+    return None if term is None else Term(term.down, term.up)
+
+
+def _root(root: RootTerm) -> tuple[Tensor, Tensor, Tensor]:
+    """The term of streams that ride, which do not know the emitted token."""
+    return root.main, root.streams, root.up
+
+
+@dataclass(eq=False)
+class Trailed:
+    """The committed rows that streams trail.
+
+    row      the row
+    slot     its place in the cache
+    latest   the newest token of its text, or of the draft after it
+    main_MD  main rows before the streams' first layer; ``node`` is the one of the token before that
+    tokens   drafted after its text; all but the last one are in the cache
+    """
+
+    row: Row
+    slot: int
+    latest: int
+    main_MD: Tensor
+    node: int
+    tokens: list[int] = field(default_factory=list)
+
+
+def trailing(trail: NativeTrail, rows: Sequence[Trailed], cache: Cache, streams: int) -> list[Tensor]:
+    """The states [S, D] of streams that trail the latest token of rows, whose slots ascend."""
+    nodes, emitted, counts = ([0] * cache.count for _ in range(3))
+    main_MD, together = rows[0].main_MD, all(row.main_MD is rows[0].main_MD for row in rows)
+    if not together:
+        main_MD = torch.stack([row.main_MD[row.node] for row in rows])
+    for i, row in enumerate(rows):
+        nodes[row.slot], emitted[row.slot] = row.node if together else i, row.latest
+        counts[row.slot] = streams
+    tally(trail.call, [row.row for row in rows])
+    states = trail.run(main_MD, nodes, emitted, counts, cache, lengths=lengths_with(rows, cache))
+    return [states] if len(rows) == 1 else list(states.view(len(rows), streams, -1))
+
+
+def lengths_with(rows: Sequence[Trailed], cache: Cache) -> list[int]:
+    """The tokens that each row of the cache has, with those that were drafted."""
+    lengths = list(cache.lengths)
+    for row in rows:
+        lengths[row.slot] += len(row.tokens)
+    return lengths

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anabranch.drafting.replay import replay_all
+from anabranch.drafting.replay import evaluation, replay_all
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.loss import Vocabulary, VocabularyLoss
 from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.replay import evaluation
 from anabranch.learning.target import Keeping, TargetStates, frozen_target
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings

@@ -26,15 +26,16 @@ from anabranch.learning.recompute import through
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.attention import (
     main_attention,
+    row_attention,
+    row_mask,
     stream_attention,
     stream_bias,
     stream_positions,
     stream_values,
 )
-from anabranch.methods.streams.config import StreamConfig
+from anabranch.methods.streams.native import native_rider
 from anabranch.methods.streams.prune import prune_nodes
-from anabranch.methods.streams.riding import native_rider
-from anabranch.methods.streams.row_attention import row_attention, row_mask
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
