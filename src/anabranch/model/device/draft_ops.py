@@ -26,10 +26,7 @@ from anabranch.model.device.ops import operation
 __all__ = ["condition"]
 
 
-@operation(
-    "condition(Tensor embedding, Tensor tokens, Tensor states, int level, bool path, Tensor? carried, Tensor parents, "
-    "int first, int width) -> Tensor"
-)
+@operation()
 def condition(
     embedding: Tensor,
     tokens_BF: Tensor,
@@ -59,7 +56,7 @@ def condition(
     return torch.cat((token, state, kept), dim=-1).flatten(0, 1)
 
 
-@operation("own_scores(Tensor states, Tensor head, Tensor ids, Tensor counts) -> Tensor")
+@operation()
 def own_scores(states_MD: Tensor, head: Tensor, ids_BX: Tensor, counts_B: Tensor) -> Tensor:
     """Scores [M, X] of the first ``counts_B`` of each row's own tokens; -inf for the others."""
     b, x = ids_BX.shape
@@ -68,7 +65,7 @@ def own_scores(states_MD: Tensor, head: Tensor, ids_BX: Tensor, counts_B: Tensor
     return scores.masked_fill(unused[:, None], float("-inf")).flatten(0, 1)
 
 
-@operation("best(Tensor scores, Tensor own, Tensor vocabulary, Tensor own_ids, int k) -> (Tensor, Tensor)")
+@operation()
 def best(scores_MV: Tensor, own_MX: Tensor, vocabulary_V: Tensor, own_ids_BX: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Log probabilities and tokens [M, k] of the best scores, best first; -inf where a state overflowed."""
     every = torch.cat((scores_MV, own_MX), dim=-1).float().log_softmax(-1)
@@ -79,10 +76,7 @@ def best(scores_MV: Tensor, own_MX: Tensor, vocabulary_V: Tensor, own_ids_BX: Te
     return log_probs, ids.gather(1, places).where(log_probs > -torch.inf, 0)
 
 
-@operation(
-    "level(Tensor log_probs, Tensor tokens, int frontier, int above, int start, int most, Tensor(a!) table_tokens, "
-    "Tensor(b!) table_joint, Tensor(c!) table_parents) -> ()"
-)
+@operation("table_tokens", "table_joint", "table_parents")
 def level(
     log_probs_Mk: Tensor,
     tokens_Mk: Tensor,
@@ -110,10 +104,7 @@ def level(
     table_parents[:, where] = order // log_probs.shape[2] + above if above >= 0 else -1
 
 
-@operation(
-    "select(Tensor tokens, Tensor joint, Tensor parents, Tensor roots, Tensor lengths, int nodes, int width, "
-    "float floor) -> Tensor"
-)
+@operation()
 def select(
     tokens_BT: Tensor,
     joint_BT: Tensor,

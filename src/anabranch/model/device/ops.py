@@ -36,12 +36,13 @@ _LIBRARY = torch.library.Library("anabranch", "DEF")  # type: ignore[no-untyped-
 ops: Any = torch.ops.anabranch
 
 
-def operation(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an operation that a CPU computes by the decorated function."""
+def operation(*changed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an operation that a CPU computes by the decorated function, which writes to its arguments ``changed``."""
 
     def defined(compute: Callable[..., Any]) -> Callable[..., Any]:
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(schema.split("(")[0], compute, "CPU")  # type: ignore[no-untyped-call]
+        name = compute.__name__
+        _LIBRARY.define(name + torch.library.infer_schema(compute, mutates_args=changed))  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, compute, "CPU")  # type: ignore[no-untyped-call]
         return compute
 
     return defined
@@ -77,10 +78,7 @@ def _activated(y: Tensor, activation: int) -> Tensor:
     return y if kind == "none" else F.gelu(y, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-@operation(
-    "product(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, int norm, float eps, "
-    "int activation, int gated, Tensor? residual) -> Tensor"
-)
+@operation()
 def product(
     x_MD: Tensor,
     weight: Tensor,
@@ -108,11 +106,7 @@ def product(
     return y if residual is None else residual + y
 
 
-@operation(
-    "heads(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, int norm, float eps, "
-    "Tensor? q_norm, Tensor? k_norm, int head_norm, Tensor? table, Tensor positions, Tensor(a!) keys, "
-    "Tensor(b!) values, Tensor places) -> Tensor"
-)
+@operation("keys_BKCE", "values_BKCE")
 def heads(
     x_BRD: Tensor,
     weight: Tensor,
@@ -157,10 +151,7 @@ def _rotated(x: Tensor, table: Tensor, positions_BR: Tensor) -> Tensor:
     return torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
-@operation(
-    "attend(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor? tree, Tensor? positions, Tensor? own_keys, "
-    "Tensor? own_values, int streams, int window, float scale, float cap) -> Tensor"
-)
+@operation()
 def attend(
     q_BRHE: Tensor,
     keys_BKLE: Tensor,
@@ -224,13 +215,13 @@ def _capped(scores: Tensor, cap: float) -> Tensor:
     return torch.tanh(scores / cap) * cap if cap else scores
 
 
-@operation("choose(Tensor logits) -> Tensor")
+@operation()
 def choose(logits_MV: Tensor) -> Tensor:
     """The first index of the largest logit [M]; -1 where it is not finite."""
     return argmax(logits_MV)
 
 
-@operation("ancestry(Tensor parents, Tensor lengths) -> (Tensor, Tensor)")
+@operation()
 def ancestry(parents_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of nodes in the text [B, N], and what each sees of its tree [B, N, N]: its ancestors and itself.
 
@@ -244,7 +235,7 @@ def ancestry(parents_BN: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
     return seen_BNN.sum(-1) - 1 + lengths_B[:, None], seen_BNN
 
 
-@operation("verify(Tensor tokens, Tensor parents, Tensor chosen) -> Tensor")
+@operation()
 def verify(tokens_BN: Tensor, parents_BN: Tensor, chosen_BN: Tensor) -> Tensor:
     """The accepted path of each tree [B, 2 + N]: its nodes' count, the target's token after it, its nodes and -1.
 
@@ -261,7 +252,7 @@ def verify(tokens_BN: Tensor, parents_BN: Tensor, chosen_BN: Tensor) -> Tensor:
     return out
 
 
-@operation("keep(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor verdicts) -> ()")
+@operation("keys", "values")
 def keep(keys: Tensor, values: Tensor, lengths_B: Tensor, verdicts: Tensor) -> None:
     """Move keys and values [layers, B, K, C, E] of accepted paths to the position after the committed tokens."""
     for b, (length, (count, _, *path)) in enumerate(zip(lengths_B.tolist(), verdicts.tolist(), strict=True)):
