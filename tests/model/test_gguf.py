@@ -11,7 +11,7 @@ import torch
 from gguf_files import ARCHITECTURES, LATER, TOKENS, finish, toy_model, write_gguf
 
 from anabranch.errors import FileError, ModelError
-from anabranch.model.folder import write_folder
+from anabranch.model.fetch import write_folder
 from anabranch.model.gguf import _read, read_gguf, unpermute_rotary
 from anabranch.model.gguf_tokenizer import build_tokenizer, end_tokens
 from anabranch.model.load import load_target

@@ -1,46 +1,35 @@
-"""The config and the tensors of a model's folder, under the names of an unquantised one."""
+"""Open the files of a model, whatever their format: safetensors, quantised or not, GGUF, or CTranslate2's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from anabranch.model.ctranslate2 import is_ctranslate2, read_ctranslate2
-from anabranch.model.stored import SafetensorsDir, load_safetensors_dir
+from anabranch.model.stored import Checkpoint, load_safetensors_dir
 from anabranch.support.jsonfiles import read_json
 
-if TYPE_CHECKING:
-    from anabranch.model.quantized_files import QuantizedFiles
+__all__ = ["AGAIN", "read_checkpoint"]
 
-__all__ = ["Checkpoint", "read_checkpoint"]
-
-
-class Checkpoint(NamedTuple):
-    """A folder with ``config.json`` and safetensors, or CTranslate2's ``model.bin``.
-
-    quantized  None if the weights of safetensors are not quantised
-    tokenizer  of a layout with rules of its own; None: transformers loads the folder's
-    """
-
-    config: Mapping[str, Any]
-    tensors: SafetensorsDir
-    quantized: QuantizedFiles | None
-    tokenizer: Any = None
+AGAIN = "fetch or copy it again"
 
 
-def read_checkpoint(path: Path, advice: str) -> Checkpoint:
-    """Open a model's folder; ``advice`` ends the message about its config. Raises FileError and ModelError."""
-    described = read_json(path / "config.json", advice)
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a GGUF file or a folder. Raises FileError and ModelError."""
+    if path.is_file():
+        from anabranch.model.gguf import read_gguf
+
+        # the dequantised values, so that the fingerprint does not depend on the dtype
+        return read_gguf(path, dtype=torch.float32)
+    described = read_json(path / "config.json", AGAIN)
     if is_ctranslate2(path, described):
-        converted = read_ctranslate2(path)
-        return Checkpoint(converted.config, converted.tensors, None, converted.tokenizer)
-    tensors = load_safetensors_dir(path)
-    inner = described.get("text_config")
+        return read_ctranslate2(path)
+    tensors, inner = load_safetensors_dir(path), described.get("text_config")
     stated = described.get("quantization_config") or (isinstance(inner, Mapping) and inner.get("quantization_config"))
     if not stated:
-        return Checkpoint(described, tensors, None)
+        return Checkpoint(described, tensors)
     from anabranch.model.quantized_files import read_quantized  # which imports the formats of GGUF files
 
-    found = read_quantized(described, stated, tensors)
-    return Checkpoint(found.config, found.tensors, found)
+    return read_quantized(described, stated, tensors)

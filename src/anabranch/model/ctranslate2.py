@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import FileError, ModelError
-from anabranch.model.stored import SafetensorsDir
+from anabranch.model.stored import Checkpoint, LazyTensors
 from anabranch.model.text import foreign_errors
 from anabranch.support.jsonfiles import is_whole, read_json
 
-__all__ = ["CTranslate2Contents", "is_ctranslate2", "read_ctranslate2"]
+__all__ = ["is_ctranslate2", "read_ctranslate2"]
 
 WEIGHTS, TOKENIZER, AGAIN = "model.bin", "tokenizer.json", "fetch or copy it again"
 VERSION, SPEC, REVISION = 6, "WhisperSpec", 3
@@ -42,18 +42,6 @@ ACTIVATIONS = {0: "relu", 3: "gelu"}
 RANK = 4  # dimensions of the largest tensor
 START, END = "<|startoftranscript|>", "<|endoftext|>"
 TIMES = 1501  # timestamps of a window of 30 s
-
-
-class CTranslate2Contents(NamedTuple):
-    """A folder in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer.
-
-    config   with the suppressed tokens, which Hugging Face too kept there before it had ``generation_config.json``
-    tensors  their ``kinds`` are the types to compute in
-    """
-
-    config: dict[str, Any]
-    tensors: SafetensorsDir
-    tokenizer: Any
 
 
 class _Variable(NamedTuple):
@@ -70,8 +58,10 @@ def is_ctranslate2(folder: Path, described: Mapping[str, Any]) -> bool:
     return (folder / WEIGHTS).is_file() and "model_type" not in described
 
 
-def read_ctranslate2(folder: Path) -> CTranslate2Contents:
+def read_ctranslate2(folder: Path) -> Checkpoint:
     """Open a Whisper model in CTranslate2's layout; tensors are read on access.
+
+    Its config has the suppressed tokens, which Hugging Face too kept there before it had ``generation_config.json``.
 
     Raises FileError for a file that is missing, truncated or malformed, ModelError for another kind of model.
     """
@@ -88,9 +78,8 @@ def read_ctranslate2(folder: Path) -> CTranslate2Contents:
     except KeyError as error:
         raise FileError(f"{path} lacks the variable {error} and so is not a complete model; {AGAIN}") from error
     # float16 is to be computed in float32, which has all its values: CPUs are slow in float16
-    kind = "BF16" if variables["decoder/embeddings/weight"].kind == "bfloat16" else "F32"
-    tensors = SafetensorsDir.made(loaders, dict.fromkeys(loaders, kind))
-    return CTranslate2Contents({**config, **_suppressed(folder)}, tensors, tokenizer)
+    dtype = torch.bfloat16 if variables["decoder/embeddings/weight"].kind == "bfloat16" else torch.float32
+    return Checkpoint({**config, **_suppressed(folder)}, LazyTensors(loaders), tokenizer, dtype)
 
 
 def _read_index(path: Path) -> dict[str, _Variable]:

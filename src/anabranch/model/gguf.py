@@ -34,10 +34,10 @@ from anabranch.model.families import FAMILIES
 from anabranch.model.gguf_config import ATTENTION, EXPERTS_OF, MLP, PERMUTED, SHIFTED, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
 from anabranch.model.matrix import FileMatrix
-from anabranch.model.stored import LazyTensors, dtype_name
+from anabranch.model.stored import Checkpoint, LazyTensors, dtype_name
 from anabranch.support.log import warn
 
-__all__ = ["GGUFContents", "read_gguf", "unpermute_rotary"]
+__all__ = ["read_gguf", "unpermute_rotary"]
 
 Metadata = Mapping[str, Any]
 
@@ -114,29 +114,11 @@ _FLOATS = {
 }
 
 
-class GGUFContents(NamedTuple):
-    """A GGUF file in Hugging Face form: the ``config.json`` record, the parameters, a transformers tokenizer.
-
-    dtype     the file's: float32, float16 or bfloat16 if most weights are stored in it, else bfloat16
-    matrices  the matrices in the file's format; the rows of ``tensors`` that llama.cpp's converter reordered
-              are in ``FileMatrix.order``, and weights have the layout of ``nn.Linear`` in all families
-    files     all parts of the file
-    why_not   the reason why a matrix cannot be multiplied as it is stored; empty: none is known yet
-    """
-
-    config: dict[str, Any]
-    tensors: LazyTensors
-    tokenizer: Any
-    dtype: torch.dtype
-    matrices: dict[str, FileMatrix]
-    files: tuple[Path, ...]
-    why_not: str = ""
-
-
-def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFContents:
+def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> Checkpoint:
     """Open a GGUF file, or all parts of a split one.
 
-    Tensors are dequantised to float32 and rounded once to ``dtype``; None: the dtype of the file.
+    Tensors are dequantised to float32 and rounded once to ``dtype``; None: the dtype of the file, which is float32,
+    float16 or bfloat16 if most weights are stored in it, else bfloat16.
 
     Raises:
         FileError: the file or a part of it is missing, truncated or malformed.
@@ -163,7 +145,7 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> GGUFCont
     dtype = native if dtype is None else dtype
     config["dtype"] = dtype_name(dtype)
     tensors = LazyTensors({name: partial(_rounded, loader, dtype) for name, loader in loaders.items()})
-    return GGUFContents(config, tensors, tokenizer, native, matrices, tuple(_parts(path, metadata)))
+    return Checkpoint(config, tensors, tokenizer, native, matrices, tuple(_parts(path, metadata)))
 
 
 def _rounded(loader: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.errors import CapabilityError, DeviceError, FetchError, FileError, InputError, ModelWarning
 from anabranch.model.check import token_ids
-from anabranch.model.checkpoint import read_checkpoint
+from anabranch.model.checkpoint import AGAIN, read_checkpoint
 from anabranch.model.config import ModelConfig, needed
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import model_config
@@ -23,7 +23,8 @@ from anabranch.model.fused import split_fused
 from anabranch.model.generation_config import GenerationDefaults, read_defaults
 from anabranch.model.lora import with_lora
 from anabranch.model.peft import read_lora, read_settings
-from anabranch.model.quantize import Quantization, Rounding, quantize_decoder, rounding_of
+from anabranch.model.quantize import Quantization, quantize_decoder, rounding_of
+from anabranch.model.stored import Checkpoint
 from anabranch.model.text import foreign_errors
 from anabranch.model.weights import build_decoder, fill_decoder, stored_dtype
 from anabranch.support.foreign import why_no_model
@@ -35,8 +36,6 @@ from anabranch.support.processor import set_threads
 
 if TYPE_CHECKING:
     from anabranch.model.as_stored import Packing, StoredModel
-    from anabranch.model.gguf import GGUFContents
-    from anabranch.model.quantized_files import QuantizedFiles
 
 __all__ = [
     "Target",
@@ -55,7 +54,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Pickled copies and other frameworks' weights are not downloaded.
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-_AGAIN = "fetch or copy it again"
 # Tokenizer classes that can be loaded without looking at the model.
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _tokenizers: WeakKeyDictionary[Decoder, Any] = WeakKeyDictionary()
@@ -130,88 +128,58 @@ def load_target(
     wanted, place = resolve_dtype(dtype), resolve_device(device)
     set_threads(None)
     path = locate(name, revision=revision)
-    if path.is_file():
-        return _load_gguf(
-            *(name, path),
-            wanted=wanted,
-            place=place,
-            rounding=None if quantize == "auto" else rounding,
-            lora=lora,
-            keep=keep,
-            progress=progress,
-        )
-    described, tensors, contents, tokenizer = read_checkpoint(path, _AGAIN)
-    generation, stated = read_defaults(path, described, _AGAIN)
-    config = model_config(described)
+    checkpoint = read_checkpoint(path)
+    generation, stated = (
+        read_defaults(path, checkpoint.config, AGAIN) if path.is_dir() else (GenerationDefaults(), None)
+    )
+    config = model_config(checkpoint.config)
     ends = config.eos_token_ids
     if stated is not None:
         ends = token_ids(stated, "eos_token_id", config.vocab_size, "generation_config.json")
-    kind: Quantization = rounding
-    filled, needs = None, ""
-    if contents is not None and quantize == "auto" and wanted is None and place.type == "cpu" and lora is None:
-        filled = _as_stored(path, config, contents, keep=keep, progress=progress)
-    if filled is None:
-        if wanted is None:
-            stated_dtype = _DTYPES.get(str(described.get("dtype") or described.get("torch_dtype")))
-            wanted = stored_dtype(config, tensors, stated_dtype)
-        decoder, identity, needs = _dense(config, tensors, lora, dtype=wanted, device=place)
-        quantize_decoder(decoder, rounding)
-    else:
-        (decoder, identity), kind = filled, "stored"
-    target = Target(
-        *(decoder, None, config, name, path, identity, kind, lora, generation),
-        needs=needed(described) or needs,
-        formats=_formats(contents, kind),
-    )
-    # the tokenizer last, so that errors in the config or the weights come before the second that transformers takes
-    return _finished(target, ends, _tokenizer(path) if tokenizer is None else tokenizer)
-
-
-def _load_gguf(
-    name: str,
-    path: Path,
-    *,
-    wanted: torch.dtype | None,
-    place: torch.device,
-    rounding: Rounding | None,
-    lora: Path | None,
-    keep: bool,
-    progress: Packing | None,
-) -> Target:
-    """A target of a GGUF file; with ``rounding`` None as it is stored, if it can be."""
-    from anabranch.model.gguf import read_gguf
-
-    # the dequantised values, so that the fingerprint does not depend on the dtype
-    contents = read_gguf(path, dtype=torch.float32)
-    config = model_config(contents.config)
     give_back()  # making a tokenizer leaves holes
-    filled = None
-    if rounding is None and wanted is None and place.type == "cpu" and lora is None:
-        filled = _as_stored(path, config, contents, keep=keep, progress=progress)
-    kind: Quantization = "stored"
-    needs = needed(contents.config)
+    kind: Quantization = rounding
+    filled, needs = None, needed(checkpoint.config)
+    if quantize == "auto" and wanted is None and place.type == "cpu" and lora is None:
+        filled = _as_stored(path, config, checkpoint, keep=keep, progress=progress)
     if filled is None:
-        decoder, identity, more = _dense(config, contents.tensors, lora, dtype=wanted or contents.dtype, device=place)
-        needs, kind = needs or more, rounding or "none"
-        quantize_decoder(decoder, rounding or "none")
+        tensors: Mapping[str, Tensor] = checkpoint.tensors
+        if wanted is None and (wanted := checkpoint.dtype) is None:
+            named = _DTYPES.get(str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")))
+            wanted = stored_dtype(config, checkpoint.tensors, named)
+        if lora is not None:
+            tensors = with_lora(tensors, read_lora(lora, config), config)
+            needs = needs or read_settings(lora).needs
+        filled = fill_decoder(config, tensors, dtype=wanted, device=place)
+        quantize_decoder(filled[0], rounding)
     else:
-        decoder, identity = filled
-    formats = _formats(contents, kind)
-    target = Target(decoder, None, config, name, path, identity, kind, lora, needs=needs, formats=formats)
-    return _finished(target, config.eos_token_ids, contents.tokenizer)
+        kind = "stored"
+    decoder, identity = filled
+    # the tokenizer last, so that errors in the config or the weights come before the second that transformers takes
+    tokenizer = _tokenizer(path) if checkpoint.tokenizer is None else checkpoint.tokenizer
+    tokenizer.model_max_length = sys.maxsize  # no warning from transformers: the engine checks lengths
+    decoder.config = replace(decoder.config, eos_token_ids=_eos(ends, tokenizer))
+    name_tokenizer(decoder, tokenizer)
+    give_back()
+    return Target(
+        *(decoder, tokenizer, decoder.config, name, path, identity, kind, lora, generation),
+        needs=needs,
+        formats=_formats(checkpoint) if kind == "stored" else (),
+    )
 
 
 def _as_stored(
-    path: Path, config: ModelConfig, contents: GGUFContents | QuantizedFiles, *, keep: bool, progress: Packing | None
+    path: Path, config: ModelConfig, checkpoint: Checkpoint, *, keep: bool, progress: Packing | None
 ) -> tuple[Decoder, str] | None:
-    """The decoder of files as they are stored, and its fingerprint; None if they have to be dequantised."""
+    """The decoder of quantised files as they are stored, and its fingerprint; None for others."""
+    if not (checkpoint.matrices or checkpoint.why_not):
+        return None
     from anabranch.model.as_stored import NotStoredError, fill_as_stored
 
     try:
-        if contents.why_not:
-            raise NotStoredError(contents.why_not, surprising=True)
-        tensors = split_fused(config, contents.tensors)
-        return fill_as_stored(*(config, tensors, contents.matrices, contents.files), keep=keep, progress=progress)
+        if checkpoint.why_not:
+            raise NotStoredError(checkpoint.why_not, surprising=True)
+        tensors = split_fused(config, checkpoint.tensors)
+        return fill_as_stored(*(config, tensors, checkpoint.matrices, checkpoint.files), keep=keep, progress=progress)
     except NotStoredError as reason:
         if reason.surprising:
             warn(f"the weights of {path} are dequantised: {reason}", ModelWarning, stacklevel=3)
@@ -220,59 +188,28 @@ def _as_stored(
     return None
 
 
-def describe(path: Path) -> tuple[GGUFContents | QuantizedFiles, StoredModel, GenerationDefaults] | None:
+def _formats(checkpoint: Checkpoint) -> tuple[str, ...]:
+    from anabranch.model.matrix import formats_of  # which imports the formats of GGUF files
+
+    return formats_of(checkpoint.matrices)
+
+
+def describe(path: Path) -> tuple[Checkpoint, StoredModel, GenerationDefaults] | None:
     """Describe a GGUF file, or a folder of quantised safetensors, that can be decoded as it is stored; None for others.
 
     Raises NotStoredError, and what ``load_target`` does.
     """
+    checkpoint = read_checkpoint(path)
+    if not (checkpoint.matrices or checkpoint.why_not):
+        return None
     from anabranch.model.as_stored import NotStoredError, describe_stored
 
-    contents: GGUFContents | QuantizedFiles | None
-    generation = GenerationDefaults()
-    if path.is_file():
-        from anabranch.model.gguf import read_gguf
-
-        contents = read_gguf(path, dtype=torch.float32)
-    else:
-        described, _, contents, _ = read_checkpoint(path, _AGAIN)
-        if contents is None:
-            return None
-        generation, _ = read_defaults(path, described, _AGAIN)
-    if contents.why_not:
-        raise NotStoredError(contents.why_not)
-    config = model_config(contents.config)
-    tensors = split_fused(config, contents.tensors)
-    return contents, describe_stored(config, tensors, contents.matrices, contents.files), generation
-
-
-def _formats(contents: GGUFContents | QuantizedFiles | None, kind: Quantization) -> tuple[str, ...]:
-    """The formats of a stored target."""
-    if contents is None or kind != "stored":
-        return ()
-    from anabranch.model.matrix import formats_of
-
-    return formats_of(contents.matrices)
-
-
-def _dense(
-    config: ModelConfig, tensors: Mapping[str, Tensor], lora: Path | None, *, dtype: torch.dtype, device: torch.device
-) -> tuple[Decoder, str, str]:
-    """A decoder with unpacked weights, its fingerprint, and the method that the LoRA needs."""
-    needs = ""
-    if lora is not None:
-        tensors = with_lora(tensors, read_lora(lora, config), config)
-        needs = read_settings(lora).needs
-    return *fill_decoder(config, tensors, dtype=dtype, device=device), needs
-
-
-def _finished(target: Target, ends: tuple[int, ...], tokenizer: Any) -> Target:
-    """A target with its tokenizer and end tokens."""
-    tokenizer.model_max_length = sys.maxsize  # no warning from transformers: the engine checks lengths
-    decoder = target.decoder
-    decoder.config = replace(decoder.config, eos_token_ids=_eos(ends, tokenizer))
-    name_tokenizer(decoder, tokenizer)
-    give_back()
-    return replace(target, tokenizer=tokenizer, config=decoder.config)
+    if checkpoint.why_not:
+        raise NotStoredError(checkpoint.why_not)
+    generation, _ = read_defaults(path, checkpoint.config, AGAIN)
+    config = model_config(checkpoint.config)
+    tensors = split_fused(config, checkpoint.tensors)
+    return checkpoint, describe_stored(config, tensors, checkpoint.matrices, checkpoint.files), generation
 
 
 def base_name(target: Target) -> str:
@@ -396,7 +333,7 @@ def _tokenizer_class(folder: Path) -> Any:
     needed for a folder that names the generic class.
     """
     described = folder / "tokenizer_config.json"
-    named = read_json(described, _AGAIN).get("tokenizer_class") if described.is_file() else None
+    named = read_json(described, AGAIN).get("tokenizer_class") if described.is_file() else None
     if named in _GENERAL and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +32,10 @@ from torch import Tensor
 
 from anabranch.errors import AnabranchError, FileError, ModelError, one_line
 from anabranch.model.matrix import MadeMatrix
-from anabranch.model.stored import SafetensorsDir
+from anabranch.model.stored import Checkpoint, LazyTensors, SafetensorsDir
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["QuantizedFiles", "read_quantized"]
+__all__ = ["read_quantized"]
 
 GROUP = 32  # values of a GGUF file's block that have one scale
 BLOCK = 128  # outputs and inputs of FP8 that have one scale
@@ -49,23 +48,6 @@ _PARTS = re.compile(
     r"(.+)\.(weight_packed|weight_scale(?:_inv)?|weight_shape|weight_zero_point|weight_g_idx|input_scale"
     r"|qweight|qzeros|scales|g_idx)"
 )
-
-
-class QuantizedFiles(NamedTuple):
-    """A checkpoint with the names of an unquantised one.
-
-    config    without its quantisation
-    tensors   dequantised on access; ``kinds`` has the types of scales for quantised weights
-    matrices  those that formats of GGUF files hold exactly, and matrices of floats
-    files     the shards, and the config
-    why_not   the reason why a quantised weight is not among the matrices; empty: all are
-    """
-
-    config: dict[str, Any]
-    tensors: SafetensorsDir
-    matrices: Mapping[str, MadeMatrix]
-    files: tuple[Path, ...]
-    why_not: str
 
 
 @dataclass(frozen=True)
@@ -118,8 +100,11 @@ class _Integers(NamedTuple):
         return rows
 
 
-def read_quantized(described: Mapping[str, Any], stated: Any, tensors: SafetensorsDir) -> QuantizedFiles:
+def read_quantized(described: Mapping[str, Any], stated: Any, tensors: SafetensorsDir) -> Checkpoint:
     """The checkpoint of a config whose ``quantization_config`` is ``stated``.
+
+    Its matrices are the weights that formats of GGUF files hold exactly, and matrices of floats; ``kinds`` of its
+    tensors are the types of the scales of quantised weights.
 
     Raises ModelError for schemes that are not supported, FileError for incomplete tensors.
     """
@@ -154,7 +139,8 @@ def read_quantized(described: Mapping[str, Any], stated: Any, tensors: Safetenso
         plain["text_config"] = {name: value for name, value in inner.items() if name != "quantization_config"}
     shards = sorted({*tensors.shards.values()})
     files = (*shards, shards[0].with_name("config.json")) if shards else ()
-    return QuantizedFiles(plain, SafetensorsDir.made(loaders, kinds), matrices, files, reasons[0] if reasons else "")
+    why_not = reasons[0] if reasons else ""
+    return Checkpoint(plain, LazyTensors(loaders, kinds), matrices=matrices, files=files, why_not=why_not)
 
 
 # -- what the config says --------------------------------------------------------------------------

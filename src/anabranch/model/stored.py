@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,8 +20,11 @@ from torch import Tensor
 from anabranch.errors import AdapterError, FileError, one_line
 from anabranch.support.jsonfiles import read_json
 
+if TYPE_CHECKING:
+    from anabranch.model.matrix import Matrix  # which imports the formats of GGUF files
+
 __all__ = [
-    *("UNREADABLE", "LazyTensors", "SafetensorsDir", "check_trained", "dtype_name", "is_finite"),
+    *("UNREADABLE", "Checkpoint", "LazyTensors", "SafetensorsDir", "check_trained", "dtype_name", "is_finite"),
     *("load_safetensors_dir", "some_names"),
 ]
 
@@ -32,10 +38,15 @@ UNREADABLE = (
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each made by its loader on every access."""
+    """Tensors by name, each made by its loader on every access; ``kinds`` are their types, as safetensors names them.
 
-    def __init__(self, loaders: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._loaders = loaders
+    kinds  empty: unknown
+    """
+
+    def __init__(
+        self, loaders: Mapping[str, Callable[[], Tensor]], kinds: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._loaders, self.kinds = loaders, kinds
 
     def __getitem__(self, name: str) -> Tensor:
         return self._loaders[name]()
@@ -51,18 +62,11 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class SafetensorsDir(LazyTensors):
-    """The tensors of a folder by name; ``kinds`` are their types, as safetensors names them."""
+    """The tensors of a folder by name, and the file of each."""
 
     def __init__(self, shards: Mapping[str, Path], kinds: Mapping[str, str]) -> None:
-        super().__init__({name: partial(_read, path, name) for name, path in shards.items()})
-        self.kinds, self.shards = kinds, shards
-
-    @classmethod
-    def made(cls, loaders: Mapping[str, Callable[[], Tensor]], kinds: Mapping[str, str]) -> SafetensorsDir:
-        """Tensors with loaders of their own."""
-        found = cls({}, kinds)
-        found._loaders = loaders
-        return found
+        super().__init__({name: partial(_read, path, name) for name, path in shards.items()}, kinds)
+        self.shards = shards
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of a file, which is not read."""
@@ -71,6 +75,29 @@ class SafetensorsDir(LazyTensors):
                 return tuple(file.get_slice(name).get_shape())
         except UNREADABLE as error:
             raise _broken(self.shards[name], error) from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files, of any format, as an unquantised Hugging Face checkpoint.
+
+    config     the ``config.json`` record, without a quantisation
+    tensors    the parameters by their Hugging Face names, read and dequantised on access
+    tokenizer  the transformers tokenizer, of a format that has rules of its own; None: transformers loads the folder's
+    dtype      the type to compute in unless a user names one; None: the type of the tensors
+    matrices   quantised weights, and those beside them, as the files store them: rows that llama.cpp's converter
+               reordered are in ``FileMatrix.order``, and weights have the layout of ``nn.Linear`` in all families
+    files      all files that the matrices come from
+    why_not    the reason why a matrix cannot be multiplied as it is stored; empty: none is known yet
+    """
+
+    config: Mapping[str, Any]
+    tensors: LazyTensors
+    tokenizer: Any = None
+    dtype: torch.dtype | None = None
+    matrices: Mapping[str, Matrix] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+    why_not: str = ""
 
 
 def _read(path: Path, name: str) -> Tensor:

@@ -23,7 +23,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import FAMILIES, model_config, module_rows, weight_source
 from anabranch.model.fused import split_fused
-from anabranch.model.stored import SafetensorsDir, dtype_name, is_finite, some_names
+from anabranch.model.stored import LazyTensors, dtype_name, is_finite, some_names
 from anabranch.support.memory import free_memory
 
 __all__ = [
@@ -38,7 +38,7 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attenti
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
-def stored_dtype(config: ModelConfig, tensors: SafetensorsDir, stated: torch.dtype | None = None) -> torch.dtype:
+def stored_dtype(config: ModelConfig, tensors: LazyTensors, stated: torch.dtype | None = None) -> torch.dtype:
     """The type of the stored weights: float32, bfloat16 or float16.
 
     If they differ, it is the one ``stated`` in the config, or else float32.
@@ -283,9 +283,9 @@ def fingerprint(weights: Decoder | Path) -> str:
         for name, parameter in sorted(weights.named_parameters()):
             identity.add(name, parameter.detach())
         return identity.fingerprint
-    described, stored, _, _ = read_checkpoint(weights, "a model folder needs it")
-    config = model_config(described)
-    tensors = split_fused(config, stored)
+    checkpoint = read_checkpoint(weights)
+    config = model_config(checkpoint.config)
+    tensors = split_fused(config, checkpoint.tensors)
     config = _with_head(config, tensors)
     identity = Identity(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):

@@ -192,7 +192,7 @@ def _exported(model: Path, fingerprint: str, weight_format: str, python: Path) -
 
 def _dequantised(file: Path, folder: Path) -> Path:
     """Write a GGUF file as a folder of dequantised weights in bf16."""
-    from anabranch.model.folder import write_folder
+    from anabranch.model.fetch import write_folder
     from anabranch.model.gguf import read_gguf
 
     write_folder(read_gguf(file, dtype=torch.bfloat16), folder)
