@@ -17,8 +17,9 @@ from torch import Tensor
 from toys import Oracle
 
 from anabranch.errors import FileError, ModelError, ModelWarning
+from anabranch.model import gguf_config
 from anabranch.model.gguf import _read, read_gguf
-from anabranch.model.gguf_config import HONOURED, config_of
+from anabranch.model.gguf_config import config_of
 from anabranch.model.load import load_target
 from anabranch.model.native_backend import NativeBackend
 from anabranch.native import library as native
@@ -176,7 +177,7 @@ def test_each_key_alone_is_honoured_or_refused_by_name(family: str) -> None:
         changed = {**metadata, f"{family}.{key}": OTHER_VALUES.get(key, 7)}
         refused = rf"sets {family}\.{re.escape(key)} to .*; load the model's safetensors folder instead"
         if key in meant and (key not in OTHER_VALUES or (family, key) == ("phi3", "rope.dimension_count")):
-            assert key in HONOURED[family]
+            assert key in gguf_config.ARCHITECTURES[family].honoured
             continue
         with pytest.raises(ModelError, match=refused):
             pytest.fail(f"{key} is ignored: {config_of(path, changed, stored)}")
@@ -427,7 +428,7 @@ def test_a_key_of_a_later_family_means_what_it_does_in_transformers(
 def test_each_key_of_a_later_family_is_honoured_or_refused_by_name(family: str) -> None:
     path, metadata, stored = parsed(family)
     for key in keys_of_llama_cpp():
-        if key in WITHOUT_EFFECT | HONOURED[family]:
+        if key in WITHOUT_EFFECT | gguf_config.ARCHITECTURES[family].honoured:
             continue
         changed = {**metadata, f"{family}.{key}": OTHER_VALUES.get(key, 7)}
         refused = rf"sets {family}\.{re.escape(key)} to .*; load the model's safetensors folder instead"

@@ -30,7 +30,7 @@ def test_all_tensors_have_the_values_and_names_of_transformers(
     assert set(contents.tensors) == set(state)
     for name, value in state.items():
         torch.testing.assert_close(contents.tensors[name].float(), value, rtol=error, atol=error, msg=name)
-    assert set(contents.tensors.kinds.values()) == {"F32"}
+    assert contents.dtype == torch.float32
 
 
 def test_the_config_is_that_of_transformers(oracle: Oracle, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.families import FAMILIES
-from anabranch.model.gguf_config import ATTENTION, EXPERTS_OF, MLP, PERMUTED, SHIFTED, config_of
+from anabranch.model.gguf_config import ARCHITECTURES, ATTENTION, MLP, Architecture, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
 from anabranch.model.matrix import FileMatrix
 from anabranch.model.stored import Checkpoint, LazyTensors, dtype_name
@@ -53,21 +53,6 @@ _LEAVES = {
 }  # fmt: skip
 _FUSED = {"qkv": ("attn_qkv",), "mlp.up": ("ffn_up",)}
 _OTHERS = {"gpt_oss": {"norm_mlp": ("post_attention_norm",)}}  # of single families
-_LAYER_NORM = frozenset({"attn_norm", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"})
-# The modules that may have a bias, of each family.
-_BIASED: dict[str, frozenset[str]] = {
-    "llama": ATTENTION | MLP,
-    "qwen2": ATTENTION - {"attn_output"},
-    "phi3": frozenset(),
-    **dict.fromkeys(("mistral", "ministral3"), frozenset()),
-    **dict.fromkeys(("smollm3", "granite"), ATTENTION | MLP),
-    **dict.fromkeys(("qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"), ATTENTION),
-    **dict.fromkeys(("gpt2", "gpt_neox"), _LAYER_NORM | {"attn_qkv"}),
-    "phi": _LAYER_NORM | ATTENTION | {"output"},
-    "qwen3_moe": ATTENTION,
-    "mixtral": frozenset(),
-    "gpt_oss": ATTENTION | {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"},
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,6 @@ class _Names:
     layers: str
     block: Mapping[str, str]
     ends: Mapping[str, str]
-    biased: frozenset[str]
     transposed: frozenset[str]
 
 
@@ -98,7 +82,7 @@ def _names_of(name: str) -> _Names:
     outer = family.prefixes[0]
     ends = {"token_embd": outer + family.embedding, "output_norm": outer + family.norm, "output": family.heads[0]}
     ends |= {"position_embd": outer + family.positions} if family.positions else {}
-    return _Names(outer + family.layers, block, ends, _BIASED[name], frozenset(transposed))
+    return _Names(outer + family.layers, block, ends, frozenset(transposed))
 
 
 # Tables of rotary frequencies: those that belong to the config, and one that llama.cpp does not use.
@@ -130,7 +114,8 @@ def read_gguf(path: str | Path, *, dtype: torch.dtype | None = None) -> Checkpoi
     metadata, stored = _read(path)
     try:
         config = config_of(path, metadata, stored)
-        loaders, matrices, unused = _loaders(config, stored, path=path)
+        known = ARCHITECTURES[metadata["general.architecture"]]
+        loaders, matrices, unused = _loaders(known, config, stored, path=path)
     except KeyError as error:
         raise FileError(
             f"{path} lacks the metadata field {error} and so is not a complete model; fetch it again"
@@ -296,14 +281,14 @@ def _stored_dtype(stored: Mapping[str, Any]) -> torch.dtype:
 
 
 def _loaders(
-    config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path
+    known: Architecture, config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, FileMatrix], list[str]]:
     """One loader for each parameter, the matrices, and the names of the tensors that are not used.
 
     Raises FileError if a block is missing, ModelError for a tensor that llama.cpp would use in another way.
     """
-    architecture, layers = config["model_type"], int(config.get("num_hidden_layers", config.get("n_layer", 0)))
-    names = _names_of(architecture)
+    family, layers = config["model_type"], int(config.get("num_hidden_layers", config.get("n_layer", 0)))
+    names = _names_of(family)
     loaders: dict[str, Callable[[], torch.Tensor]] = {}
     matrices: dict[str, FileMatrix] = {}
     blocks: set[int] = set()
@@ -317,29 +302,29 @@ def _loaders(
         elif match := _END_NAME.fullmatch(name):
             leaf, kind = match[1], match[2]
             module = names.ends.get(leaf)
-        if _ROPE_TABLES.fullmatch(name) and architecture not in ("gpt2", "gpt_neox", "phi"):
+        if _ROPE_TABLES.fullmatch(name) and family not in ("gpt2", "gpt_neox", "phi"):
             continue
-        if block < layers and module is not None and (kind == "weight" or leaf in names.biased):
+        if block < layers and module is not None and (kind == "weight" or leaf in known.biased):
             transposed = kind == "weight" and leaf in names.transposed
             # sinks are a parameter of the layer itself
             suffix = "" if leaf == "attn_sinks" else f".{kind}"
             for part, own in _parts_of(tensor, config, path, f"{module}{suffix}"):
-                loaders[own] = partial(_load, part, config, path, leaf=leaf, transposed=transposed)
+                loaders[own] = partial(_load, part, known, config, path, leaf=leaf, transposed=transposed)
                 if len(part.shape) == 2:
-                    by_head = architecture == "gpt_neox"  # our rows of q, k and v are in the file's order
-                    order = None if by_head else _rotary_order(part, config, path, leaf=leaf)
+                    by_head = family == "gpt_neox"  # our rows of q, k and v are in the file's order
+                    order = None if by_head else _rotary_order(part, known, config, path, leaf=leaf)
                     rows, width = part.data.view(np.uint8), int(part.shape[0])
                     matrices[own] = FileMatrix(part.tensor_type, rows, width, order)
         elif block < layers and _known_tensors().fullmatch(name):
             raise ModelError(
-                f"{path} has the tensor {name}, and {architecture} models with it are not supported; use the model's "
+                f"{path} has the tensor {name}, and {family} models with it are not supported; use the model's "
                 "safetensors folder instead"
             )
         else:
             unused.append(name)
     if not blocks.issuperset(range(layers)) or f"{names.ends['token_embd']}.weight" not in loaders:
         raise FileError(f"{path} should contain {layers} blocks but has {len(blocks)}; fetch it again")
-    return _without_bias(names, config, stored, layers) | loaders, matrices, unused
+    return _without_bias(names, known, config, stored, layers) | loaders, matrices, unused
 
 
 class _Expert(NamedTuple):
@@ -356,7 +341,7 @@ def _parts_of(tensor: Any, config: Mapping[str, Any], path: Path, name: str) -> 
     if "{}" not in name:
         yield tensor, name
         return
-    count = int(config[EXPERTS_OF[config["model_type"]]])
+    count = int(config.get("num_experts") or config["num_local_experts"])
     if len(tensor.shape) < 2 or tensor.shape[-1] != count:
         raise FileError(
             f"{path} has {tensor.name} in the shape {tensor.shape.tolist()[::-1]}, but {count} experts; fetch it again"
@@ -373,13 +358,13 @@ def _known_tensors() -> re.Pattern[str]:
 
 
 def _without_bias(
-    names: _Names, config: Mapping[str, Any], stored: Mapping[str, Any], layers: int
+    names: _Names, known: Architecture, config: Mapping[str, Any], stored: Mapping[str, Any], layers: int
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Biases of zeros where the file has none: in transformers, all modules of a kind have a bias or none."""
     leaves = {
         *(ATTENTION if config.get("attention_bias") else ()),
         *(MLP if config.get("mlp_bias") else ()),
-        *(names.biased if config["model_type"] == "qwen2" else ()),
+        *(known.biased if config["model_type"] == "qwen2" else ()),
     }
     zeros: dict[str, Callable[[], torch.Tensor]] = {}
     for block in range(layers):
@@ -402,7 +387,9 @@ def _dequantized(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[np
     return np.concatenate(made, axis=1).reshape(*stored.shape[:-1], -1)
 
 
-def _load(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str, transposed: bool) -> torch.Tensor:
+def _load(
+    tensor: Any, known: Architecture, config: Mapping[str, Any], path: Path, *, leaf: str, transposed: bool
+) -> torch.Tensor:
     """Dequantise one tensor to float32, and undo the changes of llama.cpp's converter."""
     try:
         values = _dequantized(tensor.data, tensor.tensor_type)
@@ -411,15 +398,17 @@ def _load(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str, tran
         raise ModelError(
             f"{path} stores {tensor.name} as {kind}, which cannot be dequantised; use a file in another format"
         ) from error
-    order = _rotary_order(tensor, config, path, leaf=leaf)
+    order = _rotary_order(tensor, known, config, path, leaf=leaf)
     values = values if order is None else values[order]
-    if config["model_type"] in SHIFTED and leaf.endswith("norm"):
+    if known.shifted and leaf.endswith("norm"):
         values = values - np.float32(1)
     # a copy, since the file is mapped read-only and may be replaced while the model is in use
     return torch.from_numpy(np.array(values.T if transposed else values, dtype=np.float32, order="C"))
 
 
-def _rotary_order(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: str) -> NDArray[np.int64] | None:
+def _rotary_order(
+    tensor: Any, known: Architecture, config: Mapping[str, Any], path: Path, *, leaf: str
+) -> NDArray[np.int64] | None:
     """The file's row of each row of a projection that llama.cpp's converter reordered; None for other tensors.
 
     Raises FileError if the rows are not those of whole heads.
@@ -431,7 +420,7 @@ def _rotary_order(tensor: Any, config: Mapping[str, Any], path: Path, *, leaf: s
             raise FileError(f"{path} has {rows} rows in {tensor.name} for {heads} heads; fetch it again")
         by_head: NDArray[np.int64] = np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1)
         return by_head
-    if config["model_type"] not in PERMUTED or leaf not in {"attn_q", "attn_k"}:
+    if not known.permuted or leaf not in {"attn_q", "attn_k"}:
         return None
     heads = int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
     if heads < 1 or rows % (2 * heads):

@@ -1,15 +1,16 @@
 """The metadata of a GGUF file as a Hugging Face ``config.json`` record.
 
-Every key of an architecture is honoured, has no effect on decoding, or is refused if its value would change the output
-(the three tables below). Keys mean what they mean in llama.cpp, or in transformers if llama.cpp does not read them.
+``ARCHITECTURES`` is the table of what files may contain. Every key of an architecture is honoured, has no effect on
+decoding (``_IGNORED``, ``_NEUTRAL``), or is refused if its value would change the output. Keys mean what they mean in
+llama.cpp, or in transformers if llama.cpp does not read them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,41 +21,12 @@ from anabranch.model.families import UNSUPPORTED
 from anabranch.model.gguf_tokenizer import end_tokens
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["ARCHITECTURES", "ATTENTION", "EXPERTS_OF", "HONOURED", "MLP", "PERMUTED", "SHIFTED", "config_of"]
+__all__ = ["ARCHITECTURES", "ATTENTION", "MLP", "Architecture", "config_of"]
 
 Metadata = Mapping[str, Any]
 Config = dict[str, Any]
 
 _INSTEAD = "load the model's safetensors folder instead"
-# architecture -> its class in transformers, and settings that are not in the file
-ARCHITECTURES: dict[str, tuple[str, Config]] = {
-    "llama": ("LlamaForCausalLM", {"hidden_act": "silu"}),
-    "qwen2": ("Qwen2ForCausalLM", {"hidden_act": "silu"}),
-    "qwen3": ("Qwen3ForCausalLM", {"hidden_act": "silu"}),
-    "phi3": ("Phi3ForCausalLM", {"hidden_act": "silu"}),
-    "mistral3": ("Ministral3ForCausalLM", {"hidden_act": "silu"}),
-    "smollm3": ("SmolLM3ForCausalLM", {"hidden_act": "silu", "no_rope_layer_interval": 4}),
-    "granite": ("GraniteForCausalLM", {"hidden_act": "silu"}),
-    "olmo2": ("Olmo2ForCausalLM", {"hidden_act": "silu"}),
-    "gemma": ("GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("Gemma2ForCausalLM", {"hidden_activation": "gelu_pytorch_tanh"}),
-    "gemma3": ("Gemma3ForCausalLM", {"hidden_activation": "gelu_pytorch_tanh"}),
-    "gpt2": ("GPT2LMHeadModel", {"activation_function": "gelu_new"}),
-    "gptneox": ("GPTNeoXForCausalLM", {"hidden_act": "gelu"}),
-    "phi2": ("PhiForCausalLM", {"hidden_act": "gelu_new"}),
-    "qwen3moe": ("Qwen3MoeForCausalLM", {"hidden_act": "silu"}),
-    "gpt-oss": ("GptOssForCausalLM", {}),
-}
-# families with other names than their architecture
-_FAMILIES = {
-    "mistral3": "ministral3", "gemma3": "gemma3_text", "gptneox": "gpt_neox", "phi2": "phi", "qwen3moe": "qwen3_moe",
-    "gpt-oss": "gpt_oss",
-}  # fmt: skip
-EXPERTS_OF = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "gpt_oss": "num_local_experts"}
-# Families whose files have the rows of q and k in pairs of channels that are rotated together, and those whose files
-# have 1 added to the weights of norms.
-PERMUTED = frozenset({"llama", "mixtral", "mistral", "ministral3", "smollm3", "granite"})
-SHIFTED = frozenset({"gemma", "gemma2", "gemma3_text"})
 ATTENTION, MLP = frozenset({"attn_q", "attn_k", "attn_v", "attn_output"}), frozenset({"ffn_gate", "ffn_up", "ffn_down"})
 
 # -- the keys of an architecture, without its name ---------------------------------------------------
@@ -69,36 +41,9 @@ _RMS = _SHAPE | {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 }
-_TURNED = frozenset({"attention.layer_norm_epsilon", "rope.freq_base", "rope.dimension_count"})
+_PARTLY_ROTATED = _SHAPE | {"attention.layer_norm_epsilon", "rope.freq_base", "rope.dimension_count"}
 _EXPERTS = frozenset({"expert_count", "expert_used_count"})
-HONOURED: dict[str, frozenset[str]] = {
-    "llama": _RMS | _EXPERTS,
-    "qwen2": _RMS,
-    "qwen3": _RMS,
-    "phi3": _RMS | {"attention.sliding_window"},
-    "mistral3": _RMS | {"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"},
-    "smollm3": _RMS,
-    "granite": _RMS | {"attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"},
-    "olmo2": _RMS | {"attention.sliding_window", "attention.sliding_window_pattern"},
-    "gemma": _RMS,
-    "gemma3": _RMS
-    | {
-        *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
-        "final_logit_softcapping",
-    },
-    "gemma2": _RMS
-    | {
-        *("attention.sliding_window", "attention.sliding_window_pattern"),
-        *("attn_logit_softcapping", "final_logit_softcapping"),
-    },
-    "gpt2": _SHAPE | {"attention.layer_norm_epsilon"},
-    "gptneox": _SHAPE | _TURNED | {"use_parallel_residual"},
-    "phi2": _SHAPE | _TURNED,
-    "qwen3moe": _RMS | _EXPERTS | {"expert_feed_forward_length", "expert_weights_norm"},
-    "gpt-oss": _RMS
-    | _EXPERTS
-    | {"expert_feed_forward_length", "attention.sliding_window", "attention.sliding_window_pattern"},
-}
+_WINDOWS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 # facts about training and text embeddings
 _IGNORED = frozenset({"rope.scaling.finetuned", "pooling_type"})
 # Values with which keys that are not honoured have no effect; with others, and if not listed here, they are refused.
@@ -139,10 +84,11 @@ class _Keys:
     path: Path
     architecture: str
     metadata: Metadata
+    honoured: frozenset[str]
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of an honoured key. Raises ModelError if the layers differ in it."""
-        assert key in HONOURED[self.architecture], key
+        assert key in self.honoured, key
         value = self.value(key)
         if isinstance(value, list):
             self.refuse(key, "and layers that differ in it are not supported")
@@ -178,32 +124,32 @@ def config_of(path: Path, metadata: Metadata, stored: Mapping[str, Any]) -> Conf
     """
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
         why = f" ({UNSUPPORTED[architecture]})" if architecture in UNSUPPORTED else ""
-        raise ModelError(f"{path} contains a model of architecture {architecture!r}{why}; supported are {known}")
+        names = ", ".join(sorted(ARCHITECTURES))
+        raise ModelError(f"{path} contains a model of architecture {architecture!r}{why}; supported are {names}")
     if (kind := metadata.get("general.type", "model")) != "model":
         raise ModelError(f"{path} is a GGUF file of the type {shown(kind)}, not a model; give the model's own file")
-    keys = _Keys(path, architecture, metadata)
-    name, fixed = ARCHITECTURES[architecture]
-    ends = end_tokens(metadata)
+    known = ARCHITECTURES[architecture]
+    keys, ends = _Keys(path, architecture, metadata, known.honoured), end_tokens(metadata)
     config: Config = {
-        "architectures": [name],
-        "model_type": _FAMILIES.get(architecture, architecture),
+        "architectures": [known.name],
+        "model_type": known.family or architecture,
         "vocab_size": _vocabulary(keys, stored),
         # llama.cpp stores the output head only if it differs from the embedding
         "tie_word_embeddings": "output.weight" not in stored,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-        **fixed,
+        **known.fixed,
     }
-    if architecture == "gpt2":
-        config |= _gpt2(keys)
-    elif architecture in ("gptneox", "phi2"):
-        config |= _parallel(keys)
-    else:
-        config |= _rms(keys, stored)
-    _check_others(keys, config)
+    config |= known.sizes(keys, stored)
+    # only the tensors show which biases a model has; Qwen2 always has those of q, k and v
+    biased = {match[1] for name in stored if (match := re.fullmatch(r"blk\.\d+\.(\w+)\.bias", name))}
+    if known.sizes is _rms:
+        config |= {"attention_bias": bool(biased & ATTENTION)} if known.biased >= ATTENTION else {}
+        config |= {"mlp_bias": bool(biased & MLP)} if known.biased >= MLP else {}
+    config |= known.own(keys, config)
+    _check_others(keys, known, config)
     return config
 
 
@@ -220,7 +166,7 @@ def _vocabulary(keys: _Keys, stored: Mapping[str, Any]) -> int:
     return rows
 
 
-def _gpt2(keys: _Keys) -> Config:
+def _gpt2(keys: _Keys, stored: Mapping[str, Any]) -> Config:
     hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
     for key, same in (
         ("attention.head_count_kv", heads),
@@ -239,7 +185,7 @@ def _gpt2(keys: _Keys) -> Config:
     }
 
 
-def _parallel(keys: _Keys) -> Config:
+def _parallel(keys: _Keys, stored: Mapping[str, Any]) -> Config:
     """GPT-NeoX and Phi: LayerNorm, and rotations of a part of each head."""
     hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
     width, neox = hidden // heads, keys.architecture == "gptneox"
@@ -277,50 +223,18 @@ def _rms(keys: _Keys, stored: Mapping[str, Any]) -> Config:
     hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
     kv_heads = keys.get("attention.head_count_kv", heads)
     head_dim = _head_dim(keys, stored, heads, kv_heads, usual=hidden // heads)
-    layers, positions = keys.need("block_count"), keys.need("context_length")
-    rope = _rope(keys, stored, head_dim=head_dim)
     oss = keys.architecture == "gpt-oss"  # which has no layers without experts
-    config: Config = {
+    return {
         "hidden_size": hidden,
         "intermediate_size": keys.need("expert_feed_forward_length" if oss else "feed_forward_length"),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": keys.need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": keys.need("context_length"),
         "rms_norm_eps": _shortest(keys.need("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": rope,
+        "rope_parameters": _rope(keys, stored, head_dim=head_dim),
     }
-    if keys.architecture not in {"qwen2", "phi3", "mistral3"}:
-        # only the tensors show which biases a model has; Qwen2 always has those of q, k and v
-        biased = {match[1] for name in stored if (match := re.fullmatch(r"blk\.\d+\.(\w+)\.bias", name))}
-        config["attention_bias"] = bool(biased & ATTENTION)
-        if keys.architecture in {"llama", "smollm3", "granite"}:
-            config["mlp_bias"] = bool(biased & MLP)
-    if keys.architecture == "phi3":
-        config["sliding_window"] = keys.get("attention.sliding_window") or None  # 0 is none
-        if "original_max_position_embeddings" in rope:
-            config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-    sizes = {"hidden": hidden, "heads": heads, "head_dim": head_dim, "layers": layers}
-    if keys.architecture == "gemma2":
-        config |= _gemma2(keys, **sizes)
-    elif keys.architecture == "gemma3":
-        config |= _gemma3(keys, rope, **sizes)
-    elif keys.architecture == "olmo2":
-        config |= _olmo3(keys, rope, layers=layers)
-    elif keys.architecture == "granite":
-        config |= _granite(keys, head_dim=head_dim)
-    elif keys.architecture == "mistral3":
-        config |= _mistral3(keys, rope)
-    elif keys.architecture == "qwen3moe":
-        config |= _qwen3_moe(keys)
-    elif keys.architecture == "gpt-oss":
-        config |= _gpt_oss(keys, rope, layers=layers)
-    elif keys.architecture == "llama" and keys.get("expert_count"):
-        return _mixtral(keys, config)
-    elif keys.architecture == "llama" and keys.get("expert_used_count"):
-        keys.refuse("expert_used_count", "but there are no experts")
-    return config
 
 
 def _head_dim(keys: _Keys, stored: Mapping[str, Any], heads: int, kv_heads: int, *, usual: int) -> int:
@@ -337,48 +251,78 @@ def _head_dim(keys: _Keys, stored: Mapping[str, Any], heads: int, kv_heads: int,
     return head_dim or usual
 
 
-def _gemma2(keys: _Keys, *, hidden: int, heads: int, head_dim: int, layers: int) -> Config:
+# -- settings that only some architectures have --------------------------------------------------------
+def _none(keys: _Keys, config: Config) -> Config:
+    return {}
+
+
+def _llama(keys: _Keys, config: Config) -> Config:
+    """Llama, or Mixtral, whose files are those of Llama with experts and without biases."""
+    if not keys.get("expert_count"):
+        if keys.get("expert_used_count"):
+            keys.refuse("expert_used_count", "but there are no experts")
+        return {}
+    for name in ("attention_bias", "mlp_bias"):
+        if config.pop(name):
+            raise ModelError(f"{keys.path} has experts and biases, which no model has together; {_INSTEAD}")
+    own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+    return own | _experts(keys, "num_local_experts")
+
+
+def _phi3(keys: _Keys, config: Config) -> Config:
+    name = "original_max_position_embeddings"
+    stated = {name: config["rope_parameters"][name]} if name in config["rope_parameters"] else {}
+    return {"sliding_window": keys.get("attention.sliding_window") or None, **stated}  # 0 is none
+
+
+def _gemma2(keys: _Keys, config: Config) -> Config:
     if (window := keys.get("attention.sliding_window", 4096)) == 0:
         keys.refuse("attention.sliding_window")
     return {
         "sliding_window": window,
-        "layer_types": _layer_types(keys, 2, layers=layers),
+        "layer_types": _layer_types(keys, config, 2),
         "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
-        # not stored in the file: the 27B (46 layers) scales by hidden size / heads, the others by head_dim
-        "query_pre_attn_scalar": hidden // heads if layers == 46 else head_dim,
+        "query_pre_attn_scalar": _query_scale(config, 46),
     }
 
 
-def _layer_types(keys: _Keys, usual: int, *, layers: int) -> list[str]:
+def _query_scale(config: Config, largest: int) -> int:
+    """Not stored in the file: the 27B, of ``largest`` layers, scales by hidden size / heads, the others by head_dim."""
+    if config["num_hidden_layers"] == largest:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _layer_types(keys: _Keys, config: Config, usual: int) -> list[str]:
     """The kind of each layer; by default the last of each group of ``usual`` layers has full attention."""
     # a flag for each layer, or the size of the groups
     pattern = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern", usual)
     if isinstance(pattern, list):
         slides = [bool(slide) for slide in pattern]
     else:
-        slides = [not pattern or layer % pattern < pattern - 1 for layer in range(min(layers, 1 << 12))]
+        layers = range(min(config["num_hidden_layers"], 1 << 12))
+        slides = [not pattern or layer % pattern < pattern - 1 for layer in layers]
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
-def _gemma3(keys: _Keys, rope: Config, *, hidden: int, heads: int, head_dim: int, layers: int) -> Config:
+def _gemma3(keys: _Keys, config: Config) -> Config:
     window = keys.need("attention.sliding_window")
     if window == 0:
         keys.refuse("attention.sliding_window")
     sliding = {"rope_type": "default", "rope_theta": float(keys.get("rope.freq_base_swa", 10_000.0))}
     return {
         "sliding_window": window,
-        "layer_types": _layer_types(keys, 6, layers=layers),
-        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
+        "layer_types": _layer_types(keys, config, 6),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
         "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
-        # not stored in the file: the 27B (62 layers) scales by hidden size / heads, the others by head_dim
-        "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
+        "query_pre_attn_scalar": _query_scale(config, 62),
     }
 
 
-def _olmo3(keys: _Keys, rope: Config, *, layers: int) -> Config:
-    """OLMo 3, whose files are those of OLMo 2 with a window; layers with it have rotations without scaling."""
-    window = keys.get("attention.sliding_window")
+def _olmo(keys: _Keys, config: Config) -> Config:
+    """OLMo 2, or OLMo 3, whose files are OLMo 2's with a window; layers with it have rotations without scaling."""
+    rope, window = config["rope_parameters"], keys.get("attention.sliding_window")
     if not window:
         return {}
     sliding = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
@@ -386,28 +330,28 @@ def _olmo3(keys: _Keys, rope: Config, *, layers: int) -> Config:
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "sliding_window": window,
-        "layer_types": _layer_types(keys, 4, layers=layers),
+        "layer_types": _layer_types(keys, config, 4),
         "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
     }
 
 
-def _granite(keys: _Keys, *, head_dim: int) -> Config:
+def _granite(keys: _Keys, config: Config) -> Config:
     if keys.get("rope.scaling.finetuned", True) is not True:
         keys.refuse("rope.scaling.finetuned", "with which its layers do not rotate positions")
     return {  # 0 is none
-        "attention_multiplier": float(keys.get("attention.scale") or head_dim**-0.5),
+        "attention_multiplier": float(keys.get("attention.scale") or config["head_dim"] ** -0.5),
         "embedding_multiplier": float(keys.get("embedding_scale") or 1),
         "residual_multiplier": float(keys.get("residual_scale") or 1),
         "logits_scaling": float(keys.get("logit_scale") or 1),
     }
 
 
-def _mistral3(keys: _Keys, rope: Config) -> Config:
+def _mistral3(keys: _Keys, config: Config) -> Config:
     """Ministral 3, or a Mistral Small 3, whose queries are not scaled by position."""
     log_multiplier, beta = keys.get("rope.scaling.yarn_log_multiplier"), keys.get("attention.temperature_scale")
-    scaled = dict(rope)
+    scaled = dict(config["rope_parameters"])
     if log_multiplier:
-        if rope["rope_type"] != "yarn":
+        if scaled["rope_type"] != "yarn":
             keys.refuse("rope.scaling.yarn_log_multiplier", "without YaRN")
         scaled |= {"mscale": 1.0, "mscale_all_dim": _shortest(log_multiplier)}
     if not beta:
@@ -431,8 +375,8 @@ def _experts(keys: _Keys, name: str) -> Config:
     return {name: count, "num_experts_per_tok": used}
 
 
-def _qwen3_moe(keys: _Keys) -> Config:
-    experts = _experts(keys, EXPERTS_OF["qwen3_moe"])
+def _qwen3_moe(keys: _Keys, config: Config) -> Config:
+    experts = _experts(keys, "num_experts")
     usual = keys.need("feed_forward_length") // experts["num_experts_per_tok"]
     return {
         **experts,
@@ -443,20 +387,14 @@ def _qwen3_moe(keys: _Keys) -> Config:
     }
 
 
-def _mixtral(keys: _Keys, config: Config) -> Config:
-    """Mixtral, whose files are those of Llama with experts."""
-    same = {name: value for name, value in config.items() if name not in ("attention_bias", "mlp_bias")}
-    own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
-    return same | own | _experts(keys, EXPERTS_OF["mixtral"])
-
-
-def _gpt_oss(keys: _Keys, rope: Config, *, layers: int) -> Config:
+def _gpt_oss(keys: _Keys, config: Config) -> Config:
+    rope = config["rope_parameters"]
     if (window := keys.need("attention.sliding_window")) == 0:
         keys.refuse("attention.sliding_window")
     return {
-        **_experts(keys, EXPERTS_OF["gpt_oss"]),
+        **_experts(keys, "num_local_experts"),
         "sliding_window": window,
-        "layer_types": _layer_types(keys, 2, layers=layers),
+        "layer_types": _layer_types(keys, config, 2),
         # the model's own frequencies are between whole channels; those of llama.cpp are not
         "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
     }
@@ -574,29 +512,28 @@ def _llama3(divisors: np.ndarray[Any, Any], theta: float, head_dim: int) -> Conf
 
 
 # -- the keys that are not honoured ------------------------------------------------------------------
-def _check_others(keys: _Keys, config: Config) -> None:
+def _check_others(keys: _Keys, architecture: Architecture, config: Config) -> None:
     """Raise ModelError for a key that is unknown or whose value would change the output."""
-    neutral = _NEUTRAL | _neutral_here(keys, config)
-    known: Set[str] = HONOURED[keys.architecture] | _IGNORED
+    neutral, known = _NEUTRAL | _neutral_here(keys, architecture, config), keys.honoured | _IGNORED
     prefix = f"{keys.architecture}."
     for key in (name.removeprefix(prefix) for name in keys.metadata if name.startswith(prefix)):
         if key not in known and not any(_same(keys.value(key), value) for value in neutral.get(key, ())):
             keys.refuse(key)
 
 
-def _neutral_here(keys: _Keys, config: Config) -> dict[str, tuple[Any, ...]]:
+def _neutral_here(keys: _Keys, architecture: Architecture, config: Config) -> dict[str, tuple[Any, ...]]:
     """The neutral values that depend on the other keys."""
     value, positions = keys.value, keys.need("context_length")
     here: dict[str, tuple[Any, ...]] = {"embedding_length_out": (0, keys.need("embedding_length"))}
-    here["hidden_activation"] = tuple(v for v in ARCHITECTURES[keys.architecture][1].values() if isinstance(v, str))
-    if config["model_type"] in EXPERTS_OF:
+    here["hidden_activation"] = tuple(v for v in architecture.fixed.values() if isinstance(v, str))
+    if "num_experts_per_tok" in config:
         here["expert_gating_func"] = (0, 1)  # softmax, the only one of these models
         here["expert_weights_norm"] = (True,)
         here["expert_feed_forward_length"] = (0, value("feed_forward_length"))
     window = value("attention.sliding_window")
     if isinstance(window, int) and window >= positions:
         here["attention.sliding_window"] = (window,)
-    if keys.architecture in ("gpt2", "gptneox", "phi2"):
+    if architecture.sizes is not _rms:
         eps = config["layer_norm_epsilon" if keys.architecture == "gpt2" else "layer_norm_eps"]
         return here | {"attention.layer_norm_rms_epsilon": (eps,)}
     yarn = value("rope.scaling.type") == "yarn"
@@ -609,7 +546,7 @@ def _neutral_here(keys: _Keys, config: Config) -> dict[str, tuple[Any, ...]]:
         # llama.cpp multiplies YaRN's own factor by it, transformers replaces it
         "rope.scaling.yarn_attn_factor": (_yarn_attention(rope["factor"]) if yarn else 1,),
     }
-    if config["model_type"] in PERMUTED:  # the rows of q and k are in the order that llama.cpp always assumes
+    if architecture.permuted:  # the rows of q and k are in the order that llama.cpp always assumes
         here["tensor_data_layout"] = ("Meta AI original pth",)
     return here
 
@@ -623,3 +560,99 @@ def _same(value: Any, other: Any) -> bool:
 def _shortest(value: float) -> float:
     """Convert a float32 field to the shortest decimal that rounds to it: 9.999999747378752e-06 -> 1e-05."""
     return float(str(np.float32(value)))
+
+
+# -- the table -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of GGUF files.
+
+    name      its class in transformers
+    honoured  the keys that are honoured, without the architecture's name
+    fixed     settings that are not in the file
+    biased    the modules that may have a bias, by their GGUF names
+    family    the ``model_type``; empty: the architecture's name
+    permuted  the rows of q and k are in pairs of channels that are rotated together
+    shifted   1 was added to the weights of norms
+    sizes     the sizes and positions, from the keys and the tensors
+    own       settings that only this architecture has, from the keys and the config so far
+    """
+
+    name: str
+    honoured: frozenset[str]
+    fixed: Config = field(default_factory=lambda: {"hidden_act": "silu"})
+    biased: frozenset[str] = frozenset()
+    family: str = ""
+    permuted: bool = False
+    shifted: bool = False
+    sizes: Callable[[_Keys, Mapping[str, Any]], Config] = _rms
+    own: Callable[[_Keys, Config], Config] = _none
+
+
+_LAYER_NORM = frozenset({"attn_norm", "attn_output", "ffn_norm", "ffn_up", "ffn_down", "output_norm"})
+_GELU = "gelu_pytorch_tanh"
+_SCALES = {"attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", _RMS | _EXPERTS, biased=ATTENTION | MLP, permuted=True, own=_llama),
+    "qwen2": Architecture("Qwen2ForCausalLM", _RMS, biased=ATTENTION - {"attn_output"}),
+    "qwen3": Architecture("Qwen3ForCausalLM", _RMS, biased=ATTENTION),
+    "phi3": Architecture("Phi3ForCausalLM", _RMS | {"attention.sliding_window"}, own=_phi3),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        _RMS | {"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"},
+        family="ministral3",
+        permuted=True,
+        own=_mistral3,
+    ),
+    "smollm3": Architecture(
+        *("SmolLM3ForCausalLM", _RMS, {"hidden_act": "silu", "no_rope_layer_interval": 4}, ATTENTION | MLP),
+        permuted=True,
+    ),
+    "granite": Architecture("GraniteForCausalLM", _RMS | _SCALES, biased=ATTENTION | MLP, permuted=True, own=_granite),
+    "olmo2": Architecture("Olmo2ForCausalLM", _RMS | _WINDOWS, biased=ATTENTION, own=_olmo),
+    "gemma": Architecture("GemmaForCausalLM", _RMS, {"hidden_act": _GELU}, ATTENTION, shifted=True),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        _RMS | _WINDOWS | {"attn_logit_softcapping", "final_logit_softcapping"},
+        *({"hidden_activation": _GELU}, ATTENTION),
+        shifted=True,
+        own=_gemma2,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        _RMS | _WINDOWS | {"rope.freq_base_swa", "final_logit_softcapping"},
+        *({"hidden_activation": _GELU}, ATTENTION, "gemma3_text"),
+        shifted=True,
+        own=_gemma3,
+    ),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        _SHAPE | {"attention.layer_norm_epsilon"},
+        *({"activation_function": "gelu_new"}, _LAYER_NORM | {"attn_qkv"}),
+        sizes=_gpt2,
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM",
+        _PARTLY_ROTATED | {"use_parallel_residual"},
+        *({"hidden_act": "gelu"}, _LAYER_NORM | {"attn_qkv"}, "gpt_neox"),
+        sizes=_parallel,
+    ),
+    "phi2": Architecture(
+        *("PhiForCausalLM", _PARTLY_ROTATED, {"hidden_act": "gelu_new"}),
+        *(_LAYER_NORM | ATTENTION | {"output"}, "phi"),
+        sizes=_parallel,
+    ),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        _RMS | _EXPERTS | {"expert_feed_forward_length", "expert_weights_norm"},
+        biased=ATTENTION,
+        family="qwen3_moe",
+        own=_qwen3_moe,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        _RMS | _EXPERTS | _WINDOWS | {"expert_feed_forward_length"},
+        *({}, ATTENTION | {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}, "gpt_oss"),
+        own=_gpt_oss,
+    ),
+}
