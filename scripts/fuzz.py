@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-HANG = 20.0  # seconds that a case may take
+HANG = 60.0  # seconds that a case may take, on a busy machine too
 FIRST = 300.0  # seconds that a case of unbroken files may take: the first one compiles the kernels
 MEMORY = 6 << 30  # bytes of address space beyond what a worker begins with
 ROOT = Path(__file__).resolve().parents[1]

@@ -81,7 +81,7 @@ class Soak:
 
     def leave(self, client: httpx.Client, draws: random.Random) -> None:
         body = {"prompt": "the", "max_tokens": 60, "stream": draws.random() < 0.5, "ignore_eos": True}
-        with suppress(httpx.ReadTimeout):
+        with suppress(httpx.TimeoutException):
             httpx.post(self.url + "/v1/completions", json=body, timeout=draws.uniform(0.01, 0.3))
         self.note("left")
 
@@ -107,13 +107,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             return load(Soak(url, process.pid), arguments)
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(PATIENCE)
 
 
 def load(soak: Soak, arguments: argparse.Namespace) -> dict[str, Any]:
     """Load the server; returns the record."""
     warm = drive(soak, arguments.clients, arguments.seconds / 10, seed=0)
-    after = drive(soak, arguments.clients, arguments.seconds, seed=1000)
+    after = drive(soak, arguments.clients, arguments.seconds, seed=1000, files=warm["files"])
     with httpx.Client(base_url=soak.url, timeout=PATIENCE) as client:
         rows = len(client.get("/slots").json())
     problems = [f"{count} times {what}" for what, count in soak.counts.items() if what.startswith("failed")]
@@ -127,17 +127,21 @@ def load(soak: Soak, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**record, "warm": warm, "after": after, "requests": dict(sorted(soak.counts.items())), "problems": problems}
 
 
-def drive(soak: Soak, clients: int, seconds: float, *, seed: int) -> dict[str, int]:
-    """Let clients run, then wait until the server is idle; returns its state."""
+def drive(soak: Soak, clients: int, seconds: float, *, seed: int, files: int = 0) -> dict[str, int]:
+    """Let clients run, then wait until the server is idle and has ``files`` open files or fewer; returns its state.
+
+    Without ``files``, idle connections are given the time in which the server closes them.
+    """
     until = time.monotonic() + seconds
     with ThreadPoolExecutor(clients) as pool:
         for each in [pool.submit(soak.client, seed + number, until) for number in range(clients)]:
             each.result()
-    for _ in range(100):
-        if not httpx.get(f"{soak.url}/slots", timeout=PATIENCE).json():
-            break
+    limit = time.monotonic() + PATIENCE
+    while httpx.get(f"{soak.url}/slots", timeout=PATIENCE).json() and time.monotonic() < limit:
         time.sleep(0.1)
     time.sleep(6)  # idle connections are closed after five seconds
+    while files and soak.state()["files"] > files and time.monotonic() < limit:
+        time.sleep(0.1)
     return soak.state()
 
 

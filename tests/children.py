@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-SECONDS = 60  # a deadlock takes longer
+SECONDS = 300  # a deadlock takes longer
 
 
 def in_child(call: Callable[[], bool]) -> None:

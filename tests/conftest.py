@@ -9,10 +9,22 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from anabranch.control import costs, profiles
 from toy_text import ToyFolders, save_toys
 from verbs import Anabranch
+
+# The same examples in every run, which a slow machine does not end; `pytest --hypothesis-profile search` draws others.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("search"), derandomize=True, database=None)
+settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let a test's random tensors not depend on the tests that ran before it in its process."""
+    torch.default_generator.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from anabranch.errors import FileError
-from anabranch.support.files import check_output
+from anabranch.support.files import check_folder, check_output, write_atomically
 
 
 def test_an_output_that_exists_is_refused_unless_forced(tmp_path: Path) -> None:
@@ -30,3 +33,34 @@ def test_force_does_not_make_a_folder_a_file(tmp_path: Path) -> None:
         check_output(tmp_path, force=True)
     with pytest.raises(FileError, match=r"the trace cannot be written to .*choose another --trace"):
         check_output(tmp_path / "file" / "trace.jsonl", force=True, what="the trace", option="--trace")
+
+
+def test_threads_that_write_one_file_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, replace, staged = tmp_path / "file", os.replace, threading.Barrier(2, timeout=300)
+
+    def together(source: Path, target: Path) -> None:
+        staged.wait()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", together)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda text: write_atomically(path, text), ("one", "other")))
+    assert path.read_text() in ("one", "other")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_may_be_checked_and_made_by_several_at_once(tmp_path: Path) -> None:
+    def checked(number: int) -> None:
+        begin.wait()
+        check_folder(tmp_path / "new" / "folder", "results", "--out")
+        if number == 0:
+            write_atomically(tmp_path / "new" / "folder" / "file", "made")
+
+    for _ in range(50):
+        begin = threading.Barrier(8, timeout=300)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(checked, range(8)))
+        assert [path.name for path in tmp_path.iterdir()] == ["new"]
+        (tmp_path / "new" / "folder" / "file").unlink()
+        (tmp_path / "new" / "folder").rmdir()
+        (tmp_path / "new").rmdir()

@@ -20,7 +20,7 @@ from anabranch.tree import DraftTree
 from toy_text import ToyFolders
 
 PROMPT, OTHER = [3, 4, 5, 3, 4], [7, 3, 4, 5, 6, 7, 3]
-SECONDS = 60  # a deadlock takes longer
+SECONDS = 300  # a deadlock takes longer
 
 
 @pytest.fixture

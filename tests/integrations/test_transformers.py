@@ -330,7 +330,7 @@ def test_text_streamer_matches_non_streaming(capsys: pytest.CaptureFixture[str])
 
 
 def test_text_iterator_streamer_matches_non_streaming() -> None:
-    streamer = TextIteratorStreamer(Words(), skip_prompt=True, timeout=60)  # if the thread fails, this one ends too
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True, timeout=300)  # if the thread fails, this one ends too
     options = {"inputs": ids(), "max_new_tokens": NEW, "streamer": streamer, **LOOKUP}
     thread = threading.Thread(target=toy().generate, kwargs=options)
     thread.start()

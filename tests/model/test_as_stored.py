@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +381,19 @@ def test_three_processes_pack_at_once(toy: Path, home: Path) -> None:
     together(*[lambda: packing(toy) in (True, False)] * 3)
     assert len(list(home.iterdir())) == 1
     assert not packing(toy)
+
+
+def test_threads_that_pack_at_once_have_files_of_their_own(toy: Path, home: Path) -> None:
+    content = np.arange(5000, dtype=np.uint8)
+    first = packed_file.PackedWriter([toy], "key", content.nbytes)
+    first.add("part", [content])
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(packed_file.PackedWriter, [toy], "key", content.nbytes).result()
+    kept = first.commit({})
+    assert kept is not None
+    assert kept.part("part").tolist() == content.tolist()
+    other.discard()
+    assert len(list(home.iterdir())) == 1
 
 
 # -- damaged files ---------------------------------------------------------------------------------

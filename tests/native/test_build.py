@@ -277,7 +277,7 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert other.wait(timeout=300) == 0
+    assert other.wait(timeout=600) == 0
     assert found[0] is found[1]
     assert found[0] is not None
     assert quick.read_text() == "first\n"
@@ -372,7 +372,7 @@ def test_processes_that_use_the_wheel_at_once(wheel: Path, monkeypatch: pytest.M
     code = "from pathlib import Path\nfrom anabranch.native import build, library, recipe\n"
     code += f"recipe.PACKED = Path({str(wheel.parent)!r}); build.FLAGS = {build.FLAGS!r}\nassert library.packed()"
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    assert [each.wait(timeout=120) for each in started] == [0, 0]
+    assert [each.wait(timeout=300) for each in started] == [0, 0]
 
 
 def replace_by_a_folder(path: Path) -> None:

@@ -126,7 +126,9 @@ def serving(model: Model, settings: Settings, reference: Model, *, traces: Any =
     app = create_app(model, settings, traces=traces)
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    listening.listen(128)  # clients may connect before the thread serves
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=600)
+    server = uvicorn.Server(config)  # which closes no connection while a client writes to it
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -70,9 +70,8 @@ def test_clients_that_leave_at_random(clients: int) -> None:
 
         with ThreadPoolExecutor(clients) as pool:
             texts = list(pool.map(ask, range(clients)))
-        until(lambda: server.service.worker.size == 0)
-        assert server.service.worker.jobs == []
-        assert server.service.model.scheduler.engine is None or server.service.model.scheduler.engine.active == 0
+        worker, scheduler = server.service.worker, server.service.model.scheduler
+        until(lambda: not (worker.size or worker.jobs or (scheduler.engine and scheduler.engine.active)))
         for number, text in enumerate(texts):
             if text is not None:
                 assert text == expected(server, number), number
@@ -235,6 +234,6 @@ def test_a_soak_leaves_nothing_behind(toys: ToyFolders, tmp_path: Path) -> None:
     script, out = ROOT / "scripts" / "soak_server.py", tmp_path / "soak.json"
     options = ["--adapter", str(toys.adapter), "--dtype", "float32", "--device", "cpu"]
     command = [sys.executable, script, "--model", toys.model, "--seconds", "120", "--out", out, "--", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text(encoding="utf-8"))["requests"]["probe 200"] > 0

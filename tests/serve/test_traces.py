@@ -128,6 +128,7 @@ def test_spans_reach_the_collector_of_the_environment(monkeypatch: pytest.Monkey
     assert exporting() is None
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "300")  # it sends again what is not answered in time
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
         provider = exporting()
         assert provider is not None

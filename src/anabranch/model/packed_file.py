@@ -17,6 +17,7 @@ import mmap
 import os
 import shutil
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -119,7 +120,7 @@ class PackedWriter:
 
     def __init__(self, files: Sequence[Path], key: str, nbytes: int) -> None:
         self._path, self._key, self._files = _path(files, key), key, files
-        self._staged = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        self._staged = self._path.with_name(f".{self._path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         self._parts: dict[str, tuple[int, int]] = {}
         self._file: BinaryIO | None = None
         self.failed = ""

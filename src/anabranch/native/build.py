@@ -48,7 +48,7 @@ library.anabranch_use_tiles(int(sys.argv[2]))
 sys.exit(0 if library.anabranch_multiplies() == 1 else 1)
 """
 KEPT = 16  # libraries in the cache folder; older ones are deleted
-LONGEST = 300  # timeout of a compilation in seconds
+LONGEST = 300  # timeout of a compilation, and of the check of its products, in seconds
 GET_A_COMPILER = "install g++, or a compiler from PyPI (pip install ziglang), or set CXX to a C++ compiler"
 
 
@@ -157,7 +157,7 @@ def _multiplies(path: Path, tiles: bool) -> bool:
         return True
     try:  # -I and -S: the check imports nothing but the standard library
         command = [sys.executable, "-I", "-S", "-c", CHECK, str(path), str(int(tiles))]
-        return subprocess.run(command, check=False, timeout=60, capture_output=True).returncode == 0
+        return subprocess.run(command, check=False, timeout=LONGEST, capture_output=True).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 

@@ -6,8 +6,9 @@ import os
 import re
 import shlex
 import tempfile
+import threading
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -72,7 +73,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     Missing folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    staged = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         if isinstance(data, str):
             staged.write_text(data, encoding="utf-8")
@@ -86,19 +87,19 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 def check_folder(folder: Path, what: str, instead: str) -> None:
     """Check that a folder is writable, or can be created, before a long run. Raises FileError.
 
-    Leaves no folder behind: a run that is refused later has written nothing.
+    Leaves no folder behind: a run that is refused later has written nothing. A missing folder is tried under another
+    name, since other processes may check or use it at the same time.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]  # deepest first
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+        with ExitStack() as stack:
+            tried = there
+            if there != folder:
+                tried = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=there))) / folder.relative_to(there)
+                tried.mkdir(parents=True)
+            stack.enter_context(tempfile.TemporaryFile(dir=tried))
     except OSError as error:
         raise FileError(f"{what} cannot be written to {folder} ({error.strerror}); choose another {instead}") from error
-    finally:
-        for each in missing:
-            with suppress(OSError):  # not created after all, or in use by another process by now
-                each.rmdir()
 
 
 def check_writable(out: Path, what: str = "results", option: str = "--out") -> None:
