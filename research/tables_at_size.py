@@ -121,11 +121,10 @@ def measured(command: str, tokens: int, memory: int, folder: Path) -> dict[str, 
     began, peak = time.perf_counter(), Peak()
     record = build_tables(
         method.tables,
-        method.name,
         synthetic(tokens, seed=1),
         folder,
         tokenizer=Tokenizer("synthetic", "0" * 64, VOCABULARY),
-        options={"memory": memory},
+        memory=memory,
         report=lambda line: print(f"{command} {time.perf_counter() - began:7.1f} s  {line}", flush=True),
     )
     seconds = time.perf_counter() - began

@@ -21,8 +21,9 @@ from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelS
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.methods.space.module import MaskConfig, MaskModule
+from anabranch.methods.staged import StagedDrafter
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.reads import read_bytes, weight_bytes
@@ -39,8 +40,11 @@ def _fresh(module: nn.Module) -> nn.Module:
 def _drafter(name: str, target: Decoder) -> Drafter:
     config = target.config
     if name in ("draft_model", "staged"):
-        inner = PromptLookupDrafter(tokens=4) if name == "staged" else None
-        return DraftModelDrafter(target, copy.deepcopy(target), DraftModelSettings("chain", tokens="4"), inner=inner)
+        settings = DraftModelSettings("chain", tokens="4")
+        if name == "staged":
+            inner = PromptLookupDrafter(LookupSettings(tokens="4"))
+            return StagedDrafter(target, copy.deepcopy(target), settings, inner=inner)
+        return DraftModelDrafter(target, copy.deepcopy(target), settings)
     if name.startswith("eagle"):
         return make_drafter(name, target, _fresh(EagleModule(config, EagleConfig())))
     if name.startswith("hydra"):

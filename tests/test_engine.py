@@ -16,12 +16,12 @@ from anabranch.decoding.engine import Engine, Request
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter, Row, altered
 from anabranch.errors import AnabranchError, CapabilityError, InputError, NumericsError
-from anabranch.methods.lookahead import LookaheadDrafter
+from anabranch.methods.lookahead import LookaheadDrafter, LookaheadSettings
 from anabranch.methods.none import NoDrafter
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
-from anabranch.methods.suffix import SuffixDrafter
+from anabranch.methods.suffix import SuffixDrafter, SuffixSettings
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
@@ -55,10 +55,10 @@ def streams(target: Decoder, **options: object) -> StreamDrafter:
 
 
 DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
-    "prompt_lookup": lambda target: PromptLookupDrafter(tokens=5),
-    "matches": lambda target: PromptLookupDrafter(tokens=5, matches=3),
-    "suffix": lambda target: SuffixDrafter(threshold=0.0),
-    "lookahead": lambda target: LookaheadDrafter(window=4, ngram=4, guesses=4),
+    "prompt_lookup": lambda target: PromptLookupDrafter(LookupSettings(tokens="5")),
+    "matches": lambda target: PromptLookupDrafter(LookupSettings(tokens="5", matches=3)),
+    "suffix": lambda target: SuffixDrafter(SuffixSettings(threshold=0.0)),
+    "lookahead": lambda target: LookaheadDrafter(LookaheadSettings(window=4, ngram=4, guesses=4)),
     "ride": lambda target: streams(target, placement="ride"),
     "trail": lambda target: streams(target, placement="trail"),
     "pruned-ride": lambda target: streams(target, placement="ride", prune=5),
@@ -69,7 +69,7 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "combined": lambda target: CombinedDrafter([streams(target), PromptLookupDrafter()], nodes=10),
     "streams+suffix": lambda target: CombinedDrafter([streams(target), SuffixDrafter()], nodes=10),
     "streams+lookahead": lambda target: CombinedDrafter(
-        [streams(target, placement="trail"), LookaheadDrafter(window=3, ngram=3)], nodes=10
+        [streams(target, placement="trail"), LookaheadDrafter(LookaheadSettings(window=3, ngram=3))], nodes=10
     ),
     "combined-pruned": lambda target: CombinedDrafter([streams(target, prune=5), PromptLookupDrafter()], nodes=10),
 }

@@ -26,10 +26,10 @@ def write(name: str, documents: Sequence[Sequence[int]], folder: Path, **options
     vocab_size = options.pop("vocab_size", VOCABULARY)
     texts = (np.array(ids, np.int64) for ids in documents)
     tokenizer = Tokenizer(TOY.name, TOY.fingerprint, vocab_size)
-    return build_tables(entry.tables, name, texts, folder, tokenizer=tokenizer, options=options)
+    return build_tables(entry.tables, texts, folder, tokenizer=tokenizer, **options)
 
 
 def opened(name: str, folder: Path, vocab_size: int = VOCABULARY) -> OpenTables:
     """Open what ``write`` wrote."""
     entry = method(name)
-    return open_tables(entry.tables, name, folder, TOY.fingerprint, vocab_size)
+    return open_tables(entry.tables, folder, TOY.fingerprint, vocab_size)

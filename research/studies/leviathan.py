@@ -18,7 +18,7 @@ from anabranch.errors import InputError
 from anabranch.learning.examples import Example
 from anabranch.methods import make_drafter
 from anabranch.methods.draft_model.load import load_draft
-from anabranch.methods.ngram.drafter import NGramDrafter
+from anabranch.methods.ngram.entry import NGramDrafter
 from anabranch.methods.prompt_lookup import Index
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig

@@ -267,7 +267,7 @@ class StandIn:
         folder = self._folder / part.method.name
         if not folder.exists():
             text = np.arange(4 * WORDS, dtype=np.int64) % WORDS
-            build_tables(tables, part.method.name, [text], folder, tokenizer=Tokenizer("stand-in", "", WORDS))
+            build_tables(tables, [text], folder, tokenizer=Tokenizer("stand-in", "", WORDS))
         return replace(part, settings=replace(settings, data=str(folder)))
 
 

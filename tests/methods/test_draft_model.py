@@ -21,7 +21,8 @@ from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.load import check_vocabulary
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
+from anabranch.methods.staged import StagedDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
@@ -98,6 +99,10 @@ class Compared(DraftModelDrafter):
                 np.testing.assert_allclose(tree.log_probs, wanted.log_probs, atol=1e-3)
             self.compared += tree.size > 1
         return trees
+
+
+class ComparedStaged(Compared, StagedDrafter):
+    """The same with an inner drafter."""
 
 
 # -- what is drafted -------------------------------------------------------------------------------------------------
@@ -313,14 +318,16 @@ def test_scores_that_are_no_numbers_draft_nothing() -> None:
 
 
 # -- under load, and with others -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("inner", [None, PromptLookupDrafter(tokens=3)])
+@pytest.mark.parametrize("inner", [None, PromptLookupDrafter(LookupSettings(tokens="3"))])
 def test_the_load_decides_how_much_is_drafted(inner: PromptLookupDrafter | None) -> None:
     """Eight nodes fit a pass: two or three a row while there are three, more once one is left."""
     target = small()
     asked = [request(4 + n, n, new) for n, new in enumerate((40, 12, 12))]
     wanted = plain(target, asked)
     for shape in (replace(SHAPES["best"], tree="auto"), replace(SHAPES["chain"], tokens="auto")):
-        drafter = DraftModelDrafter(target, near(target), shape, inner=inner)
+        drafter = DraftModelDrafter(target, near(target), shape)
+        if inner is not None:
+            drafter = StagedDrafter(target, near(target), shape, inner=inner)
         load = Timeless("1:10/8:10/9:60/512:3000", target)
         engine = Engine(target, drafter, rows=3, capacity=96, controller=load)
         rows = [engine.add(each) for each in asked]
@@ -341,7 +348,7 @@ def test_the_load_decides_how_much_is_drafted(inner: PromptLookupDrafter | None)
 
 def test_trees_are_merged_with_those_of_others() -> None:
     target = small()
-    parts = [DraftModelDrafter(target, near(target), SHAPES["best"]), PromptLookupDrafter(tokens=3)]
+    parts = [DraftModelDrafter(target, near(target), SHAPES["best"]), PromptLookupDrafter(LookupSettings(tokens="3"))]
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0)):
         asked = [Request([3, 4, 5, 6, 3, 4, 5, 6, 3], 20, replace(sampling, seed=n)) for n in range(3)]
         found, steps = decode(target, asked, CombinedDrafter(parts, nodes=8), rows=2)
@@ -413,7 +420,7 @@ def test_an_inner_drafter_saves_passes_and_changes_no_tree(shape: str) -> None:
     target = small()
     asked = [Request([3, 4, 5, 6, 7] * 5, 30), Request([8, 9] * 9, 20), request(6, 1, 30)]
     alone = DraftModelDrafter(target, near(target), SHAPES[shape])
-    staged = Compared(target, alone.model, SHAPES[shape], inner=PromptLookupDrafter(tokens=4))
+    staged = ComparedStaged(target, alone.model, SHAPES[shape], inner=PromptLookupDrafter(LookupSettings(tokens="4")))
     found, with_inner = decode(target, asked, staged, rows=2)
     wanted, without = decode(target, asked, alone, rows=2)
     assert found == wanted == plain(target, asked)
@@ -428,7 +435,7 @@ def test_an_inner_drafter_changes_no_sampled_tree(shape: str) -> None:
     warm = SamplingParams(temperature=0.7, seed=3)
     asked = [Request([3, 4, 5, 6, 7] * 4, 20, warm, rule="rejection")]
     alone = DraftModelDrafter(target, near(target), SHAPES[shape])
-    staged = DraftModelDrafter(target, alone.model, SHAPES[shape], inner=PromptLookupDrafter(tokens=3))
+    staged = StagedDrafter(target, alone.model, SHAPES[shape], inner=PromptLookupDrafter(LookupSettings(tokens="3")))
     assert decode(target, asked, staged)[0] == decode(target, asked, alone)[0]
 
 
@@ -467,10 +474,13 @@ def test_a_draft_model_inside_a_draft_model_changes_no_tree(shape: str) -> None:
     target = small()
     asked = [Request([3, 4, 5, 6, 7] * 3, 24), request(6, 1, 24), Request([8, 9] * 9, 16)]
     alone = DraftModelDrafter(target, near(target), SHAPES[shape])
-    inmost = DraftModelDrafter(
-        target, near(target), DraftModelSettings("chain", tokens="3"), inner=PromptLookupDrafter(tokens=3)
+    inmost = StagedDrafter(
+        target,
+        near(target),
+        DraftModelSettings("chain", tokens="3"),
+        inner=PromptLookupDrafter(LookupSettings(tokens="3")),
     )
-    staged = Compared(target, alone.model, SHAPES[shape], inner=inmost)
+    staged = ComparedStaged(target, alone.model, SHAPES[shape], inner=inmost)
     found, with_inner = decode(target, asked, staged, rows=2)
     wanted, without = decode(target, asked, alone, rows=2)
     assert found == wanted == plain(target, asked)
@@ -484,14 +494,16 @@ def test_a_draft_model_inside_a_draft_model_changes_no_tree(shape: str) -> None:
 def test_no_pass_has_more_guesses_than_asked_for(most: int) -> None:
     target, widest = small(), 0
 
-    class Watched(DraftModelDrafter):
+    class Watched(StagedDrafter):
         def _guesses(self, row: Row, asked: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
             nonlocal widest
             found = super()._guesses(row, asked, nodes, depth)
             widest = max(widest, len(found))
             return found
 
-    drafter = Watched(target, near(target), SHAPES["best"], inner=PromptLookupDrafter(tokens=9), guesses=most)
+    drafter = Watched(
+        target, near(target), SHAPES["best"], inner=PromptLookupDrafter(LookupSettings(tokens="9")), guesses=most
+    )
     decode(target, [Request([3, 4, 5, 6, 7] * 5, 20)], drafter)
     assert widest == min(most, SHAPES["best"].deepest - 1)
 
@@ -627,4 +639,4 @@ def test_what_an_inner_drafter_cannot_be() -> None:
     target = small()
     streams = make_drafter("streams", target, small_adapter(target))
     with pytest.raises(CapabilityError, match="needs hidden states"):
-        DraftModelDrafter(target, target, inner=streams)
+        StagedDrafter(target, target, inner=streams)

@@ -28,7 +28,7 @@ from anabranch.methods.heads.module import begin_with, start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
 from anabranch.model.pack import pack_decoder
@@ -191,7 +191,7 @@ def test_the_load_decides_how_much_is_drafted() -> None:
 
 def test_trees_are_merged_with_those_of_others() -> None:
     target = small()
-    both = CombinedDrafter([drafter(target), PromptLookupDrafter(tokens=3)], nodes=10)
+    both = CombinedDrafter([drafter(target), PromptLookupDrafter(LookupSettings(tokens="3"))], nodes=10)
     asked = [request(n, n, 20) for n in range(3, 7)]
     found, steps = decode(target, asked, both, rows=2)
     assert found == decode(target, asked)[0]

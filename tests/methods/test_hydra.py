@@ -28,7 +28,7 @@ from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.hydra.draft import HydraDraft, PrefixDrafter
 from anabranch.methods.hydra.module import HydraConfig, HydraModule, Memory, PrefixLayer
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
 from anabranch.model.pack import pack_decoder
@@ -199,7 +199,7 @@ def test_the_load_decides_how_much_is_drafted() -> None:
 def test_trees_are_merged_with_those_of_others_and_rows_are_forgotten() -> None:
     target = small()
     mine = drafter(target, prefix=True)
-    both = CombinedDrafter([mine, PromptLookupDrafter(tokens=3)], nodes=10)
+    both = CombinedDrafter([mine, PromptLookupDrafter(LookupSettings(tokens="3"))], nodes=10)
     assert both.needs.prompt
     asked = [request(n, n, 20) for n in range(3, 6)]
     engine = Engine(target, both, rows=2, capacity=96)

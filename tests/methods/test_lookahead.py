@@ -17,7 +17,7 @@ from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter, Needs, Observation, altered
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import Row, make_drafter, parse_spec
-from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, Pool, Window
+from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, LookaheadSettings, Pool, Window
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
@@ -106,7 +106,7 @@ def stepped(drafter: LookaheadDrafter, row: Row, budget: int = 99) -> tuple[Draf
 
 
 def test_every_ngram_is_what_the_target_says_after_its_first_token() -> None:
-    drafter = LookaheadDrafter(window=4, ngram=4, guesses=3, prompt=False)
+    drafter = LookaheadDrafter(LookaheadSettings(window=4, ngram=4, guesses=3, prompt=False))
     row = Row([3, 8, 2, 11, 5], 5, SamplingParams(), max_depth=60)
     sizes = []
     for _ in range(20):
@@ -123,7 +123,7 @@ def test_every_ngram_is_what_the_target_says_after_its_first_token() -> None:
 
 @pytest.mark.parametrize(("window", "ngram"), [(1, 3), (1, 7), (2, 8), (10, 5), (30, 3)])
 def test_a_window_is_never_larger_than_it_says(window: int, ngram: int) -> None:
-    drafter = LookaheadDrafter(window=window, ngram=ngram)
+    drafter = LookaheadDrafter(LookaheadSettings(window=window, ngram=ngram))
     row = Row([3, 8, 2], 3, SamplingParams(), max_depth=99)
     sizes = [stepped(drafter, row)[1].size - 1 for _ in range(12)]
     assert max(sizes) == drafter.needs.probes
@@ -131,7 +131,7 @@ def test_a_window_is_never_larger_than_it_says(window: int, ngram: int) -> None:
 
 
 def test_guesses_are_drafted_and_what_came_of_them_is_counted() -> None:
-    drafter = LookaheadDrafter(window=2, ngram=3, guesses=2, prompt=True)
+    drafter = LookaheadDrafter(LookaheadSettings(window=2, ngram=3, guesses=2, prompt=True))
     row = Row([1, 2, 3, 1, 2, 4, 1], 7, SamplingParams(), max_depth=50)
     drafter.join(row)
     (tree,) = drafter.draft([row], 99)
@@ -147,7 +147,7 @@ def test_guesses_are_drafted_and_what_came_of_them_is_counted() -> None:
 
 
 def test_drafts_and_windows_keep_to_their_depth_and_budget() -> None:
-    drafter = LookaheadDrafter(window=3, ngram=4, guesses=2)
+    drafter = LookaheadDrafter(LookaheadSettings(window=3, ngram=4, guesses=2))
     text = [1, 2, 3, 4, 1, 5, 6, 7, 1]
     for budget, depth, size in ((99, 9, 7), (4, 9, 4), (1, 9, 1), (99, 1, 3), (99, 0, 1)):
         row = Row(list(text), 9, SamplingParams(), max_depth=depth)
@@ -208,7 +208,12 @@ def test_rows_with_and_without_windows_share_their_passes() -> None:
     target = small("gemma2")
     asked = [request(n, n, 18) for n in (9, 1, 14, 4)]
     wanted, _ = decode(target, asked)
-    drafters = [LookaheadDrafter(window=3, ngram=4), None, LookaheadDrafter(window=5, ngram=3), PromptLookupDrafter()]
+    drafters = [
+        LookaheadDrafter(LookaheadSettings(window=3, ngram=4)),
+        None,
+        LookaheadDrafter(LookaheadSettings(window=5, ngram=3)),
+        PromptLookupDrafter(),
+    ]
     engine = Engine(target, rows=4, capacity=96)
     keys = [engine.add(r, d) for r, d in zip(asked, drafters, strict=True)]
     found: dict[int, list[int]] = {key: [] for key in keys}
@@ -222,7 +227,9 @@ def test_a_text_that_repeats_itself_is_decoded_in_fewer_passes() -> None:
     asked = [replace(request(7, 7, 60), max_new_tokens=60)]
     (wanted,), (plain,) = decode(target, asked)
     for prompt in (True, False):
-        (found,), (steps,) = decode(target, asked, LookaheadDrafter(window=4, ngram=4, prompt=prompt))
+        (found,), (steps,) = decode(
+            target, asked, LookaheadDrafter(LookaheadSettings(window=4, ngram=4, prompt=prompt))
+        )
         assert found == wanted
         assert len(steps) < len(plain)
 
@@ -232,7 +239,9 @@ def test_windows_join_other_drafts_under_one_budget() -> None:
     asked = [request(n, n, 18) for n in (9, 1, 14)]
     wanted, _ = decode(target, asked)
     trailing = StreamDrafter(target, small_adapter(target), StreamSettings(placement="trail"))
-    merged = CombinedDrafter([trailing, LookaheadDrafter(window=3, ngram=3), PromptLookupDrafter()], nodes=6)
+    merged = CombinedDrafter(
+        [trailing, LookaheadDrafter(LookaheadSettings(window=3, ngram=3)), PromptLookupDrafter()], nodes=6
+    )
     assert merged.needs.probes == 5
     assert merged.margin >= 11
     found, steps = decode(target, asked, altered(merged), rows=2)
@@ -251,7 +260,7 @@ def test_a_window_that_does_not_pay_is_left_out_and_its_nodes_are_part_of_the_co
     row = Row([1, 2, 3], 3, SamplingParams(), max_depth=9)
     tree = DraftTree.chain(3, [4, 5], log_probs=np.log([0.6, 0.025]))
     for probes, budget, kept in ((0, 10, 2), (40, 10, 3), (400, 1, 1)):
-        drafter = LookaheadDrafter(window=3, ngram=4)
+        drafter = LookaheadDrafter(LookaheadSettings(window=3, ngram=4))
         drafter.name, drafter.adaptive, drafter.max_nodes, drafter.needs = str(probes), True, 10, Needs(probes=probes)
         controller = Controller(costs, ragged=ragged)
         planned = controller.plan({drafter: 1}, 10)

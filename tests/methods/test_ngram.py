@@ -129,7 +129,7 @@ def test_good_turing_where_the_counts_allow_it() -> None:
 def test_the_tree_has_the_most_probable_nodes() -> None:
     found = model([[1, 2, 3, 1, 2, 4, 1, 2, 3, 5], [1, 2, 3, 1, 2, 3]])
     row = Row([0, 1, 2], 3, SamplingParams(), max_depth=3)
-    (tree,) = NGramDrafter(found, nodes=6).draft([row], 6)
+    (tree,) = NGramDrafter(found, NGramSettings(nodes=6)).draft([row], 6)
     assert tree.size == 6
     assert tree.max_depth <= 3
     assert tree.tokens[:2].tolist() == [2, 3]
@@ -148,13 +148,13 @@ def test_the_tree_has_the_most_probable_nodes() -> None:
     for nodes, depth, size in ((2, 3, 2), (1, 3, 1), (6, 0, 1)):
         short = Row([0, 1, 2], 3, SamplingParams(), max_depth=depth)
         assert NGramDrafter(found).draft([short], nodes)[0].size == size
-    (chain,) = NGramDrafter(found, nodes=4, chain=True).draft([row], 9)
+    (chain,) = NGramDrafter(found, NGramSettings("chain", 4)).draft([row], 9)
     assert chain.parents.tolist() == [-1, 0, 1, 2]
 
 
 def test_sampled_chains_carry_what_they_were_drawn_from() -> None:
     found = model([[1, 2, 3, 1, 2, 4, 1, 2, 3, 5], [1, 2, 3, 1, 2, 3]])
-    drafter = NGramDrafter(found, nodes=3, chain=True)
+    drafter = NGramDrafter(found, NGramSettings("chain", 3))
     sampling = SamplingParams(temperature=0.7, top_k=4)
     drawn: Counter[tuple[int, ...]] = Counter()
     for seed in range(600):
@@ -177,11 +177,11 @@ def test_sampled_chains_carry_what_they_were_drawn_from() -> None:
 def test_rejection_needs_a_sampled_chain() -> None:
     found = model([[1, 2, 3]])
     sampled = SamplingParams(temperature=1.0)
-    NGramDrafter(found, chain=True).check(sampled, "rejection")
+    NGramDrafter(found, NGramSettings("chain")).check(sampled, "rejection")
     with pytest.raises(CapabilityError, match="use rule='match', or ngram:tree=chain"):
         NGramDrafter(found).check(sampled, "rejection")
     with pytest.raises(CapabilityError, match="needs temperature > 0"):
-        NGramDrafter(found, chain=True).check(SamplingParams(), "rejection")
+        NGramDrafter(found, NGramSettings("chain")).check(SamplingParams(), "rejection")
 
 
 @pytest.mark.parametrize(

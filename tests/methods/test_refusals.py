@@ -58,7 +58,7 @@ def files(toys: ToyFolders, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert entry.tables is not None
         texts = [np.arange(200, dtype=np.int64)]
         origin = Tokenizer("gpt", tokenizer, VOCABULARY)
-        build_tables(entry.tables, entry.name, texts, home / name, tokenizer=origin, options={})
+        build_tables(entry.tables, texts, home / name, tokenizer=origin)
     largest = max((home / "cut").glob("*.npy"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     module = draft_model.METHOD.trained.make(load_target(str(toys.model)).config, DraftConfig(16, 1, 2, 32), None)  # type: ignore[union-attr]

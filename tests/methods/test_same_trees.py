@@ -24,8 +24,8 @@ from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
-from anabranch.methods.ngram.entry import NGramDrafter, NGramModel
-from anabranch.methods.rest.entry import Datastore, RestDrafter
+from anabranch.methods.ngram.entry import NGramDrafter, NGramModel, NGramSettings
+from anabranch.methods.rest.entry import Datastore, RestDrafter, RestSettings
 from anabranch.methods.space.module import MaskConfig, MaskModule
 from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.config import RopeConfig
@@ -170,12 +170,18 @@ NATIVE: list[tuple[str, str, tuple[Requested, ...]]] = [
 ]
 TEXTS = [[3, 4, 5, 6, 7, 3, 4, 5, 9, 3, 4, 8], [5, 6, 3, 4, 5, 5, 6, 7], [9, 3, 4, 9, 3, 5]]
 TABLES: dict[str, tuple[Callable[[Path], Drafter], tuple[Requested, ...]]] = {
-    "ngram": (lambda folder: NGramDrafter(NGramModel(opened("ngram", folder), 3), nodes=10), (GREEDY, WARM)),
+    "ngram": (
+        lambda folder: NGramDrafter(NGramModel(opened("ngram", folder)), NGramSettings(nodes=10)),
+        (GREEDY, WARM),
+    ),
     "ngram:tree=chain": (
-        lambda folder: NGramDrafter(NGramModel(opened("ngram", folder), 2), nodes=6, chain=True),
+        lambda folder: NGramDrafter(NGramModel(opened("ngram", folder), 2), NGramSettings("chain", 6)),
         (GREEDY, REJECTED),
     ),
-    "rest": (lambda folder: RestDrafter(Datastore(opened("rest", folder)), nodes=10, depth=5), (GREEDY, WARM)),
+    "rest": (
+        lambda folder: RestDrafter(Datastore(opened("rest", folder)), RestSettings(nodes=10, depth=5)),
+        (GREEDY, WARM),
+    ),
 }
 
 

@@ -22,6 +22,7 @@ from anabranch.methods.suffix import (
     WEIGHT,
     Occurrences,
     SuffixDrafter,
+    SuffixSettings,
     _Vote,
     tree_of,
 )
@@ -163,10 +164,10 @@ def of_row(row: Row, drafter: SuffixDrafter, budget: int = 16) -> DraftTree:
 
 
 def test_where_the_places_agree_a_chain_and_where_they_do_not_branches() -> None:
-    tree = of_row(row_of([1, 2, 3, 8, 1, 2, 3, 9, 1, 2]), SuffixDrafter(depth=2, threshold=0.0))
+    tree = of_row(row_of([1, 2, 3, 8, 1, 2, 3, 9, 1, 2]), SuffixDrafter(SuffixSettings(depth=2, threshold=0.0)))
     assert tree.tokens.tolist() == [2, 3, 9, 8] or tree.tokens.tolist() == [2, 3, 8, 9]
     assert tree.parents.tolist() == [-1, 0, 1, 1]
-    one = of_row(row_of([1, 2, 3, 4, 1, 2]), SuffixDrafter(depth=1))
+    one = of_row(row_of([1, 2, 3, 4, 1, 2]), SuffixDrafter(SuffixSettings(depth=1)))
     assert one.log_probs is not None
     assert math.exp(one.log_probs[1]) == pytest.approx(PRIOR[1])
 
@@ -182,7 +183,7 @@ def test_outputs_are_shared_while_they_are_written_and_prompts_are_not() -> None
     assert tree.tokens.tolist() == [2, 3, 4]
     assert tree.sources == ("target", SHARED, SHARED)
     assert of_row(row_of([5, 6]), drafter).size == 1, "the prompt of another row"
-    alone = SuffixDrafter(store=0)
+    alone = SuffixDrafter(SuffixSettings(store=0))
     of_row(writer, alone)
     assert of_row(reader, alone).size == 1
 
@@ -199,7 +200,7 @@ def test_what_a_row_wrote_last_stays_when_it_leaves() -> None:
 
 
 def test_right_and_wrong_drafts_change_what_is_believed() -> None:
-    drafter = SuffixDrafter(depth=1)
+    drafter = SuffixDrafter(SuffixSettings(depth=1))
     row = row_of([5, 6, 5])
     before = of_row(row, drafter)
     row.tokens += [6, 5]
@@ -213,7 +214,7 @@ def test_right_and_wrong_drafts_change_what_is_believed() -> None:
 
 
 def test_memory_stays_at_its_bound_while_rows_come_and_go() -> None:
-    drafter = SuffixDrafter(store=128)
+    drafter = SuffixDrafter(SuffixSettings(store=128))
     assert drafter.shared is not None
     for start in range(40):
         row = row_of([start, start + 1], 2)
@@ -227,8 +228,8 @@ def test_memory_stays_at_its_bound_while_rows_come_and_go() -> None:
 def test_drafts_keep_to_their_budget_and_depth() -> None:
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     for budget, depth, size in ((10, 9, 7), (3, 9, 3), (1, 9, 1), (10, 2, 3), (10, 0, 1)):
-        assert of_row(row_of(text, depth=depth), SuffixDrafter(threshold=0.0), budget).size == size
-    assert SuffixDrafter(depth=4).depth_of(16) == 4
+        assert of_row(row_of(text, depth=depth), SuffixDrafter(SuffixSettings(threshold=0.0)), budget).size == size
+    assert SuffixDrafter(SuffixSettings(depth=4)).depth_of(16) == 4
 
 
 def test_what_was_decoded_once_is_decoded_in_few_passes() -> None:
@@ -244,8 +245,8 @@ def test_what_was_decoded_once_is_decoded_in_few_passes() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("suffix:nodes=1", "nodes must be at least 2"),
-        ("suffix:nodes=0", "nodes must be at least 2"),
+        ("suffix:nodes=1", "nodes must be a whole number of at least 2, or auto, got '1'"),
+        ("suffix:nodes=0", "of at least 2, or auto, got '0'"),
         ("suffix:nodes=many", "or auto, got 'many'"),
         ("suffix:depth=0", "depth must be at least 1, got 0"),
         ("suffix:threshold=1", "less than 1, got 1.0"),

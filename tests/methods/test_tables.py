@@ -222,7 +222,7 @@ def test_a_folder_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pyte
     # what was built without naming a folder is found by the tokenizer
     write(name, [[1, 2, 3]], default_folder(entry.tables.command, TOY.fingerprint))
     monkeypatch.setattr(tables, "_identity", lambda target: TOY.fingerprint)
-    assert find_tables(entry.tables, name, small(), "").facts["tokens"] == 3
+    assert find_tables(entry.tables, small(), "").facts["tokens"] == 3
     assert make_drafter(name, small()).name == name
 
 

@@ -16,7 +16,7 @@ from anabranch.decoding.engine import Engine, Step
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter
 from anabranch.methods.none import NoDrafter
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.recipes import StreamConfig
@@ -39,7 +39,7 @@ def drafted(target: Decoder, config: StreamConfig = RICH, **options: Any) -> Str
 TOP = StreamConfig(num_streams=2, num_stream_layers=2, adapter_rank=3, context_top=4)
 DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "none": lambda target: NoDrafter(),
-    "prompt_lookup": lambda target: PromptLookupDrafter(tokens=5),
+    "prompt_lookup": lambda target: PromptLookupDrafter(LookupSettings(tokens="5")),
     "ride": lambda target: drafted(target, placement="ride"),
     "trail": lambda target: drafted(target, placement="trail"),
     "context_top": lambda target: drafted(target, TOP, placement="ride"),

@@ -169,7 +169,7 @@ def test_trees_that_a_copy_cannot_lead_are_refused() -> None:
 
 @pytest.mark.parametrize("tokens", ["9", "0", "-1", "two"])
 def test_the_setting_is_a_small_number_or_auto(tokens: str) -> None:
-    with pytest.raises(InputError, match="tokens must be auto or a number from 1 to 8"):
+    with pytest.raises(InputError, match="tokens must be a whole number from 1 to 8, or auto"):
         METHOD.settings.parse(f"tokens={tokens}", "quantized_draft")
     assert str(parse_spec("streams:tree=8+quantized_draft:tokens=2")) == "streams:nodes=8+quantized_draft:tokens=2"
 

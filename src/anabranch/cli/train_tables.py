@@ -79,11 +79,10 @@ def _build(name: str, config: TablesConfig, given: dict[str, Any]) -> None:
         check_free(folder, force=config.force)
         record = build_tables(
             tables,
-            method.name,
             read_documents(target, answers=config.answers, text=config.text),
             folder,
             tokenizer=Tokenizer(base_name(target), identity, target.config.vocab_size),
-            options=given,
+            memory=given.get("memory"),
             made={
                 "command": shown_command("anabranch", *sys.argv[1:]),
                 "source": (config.answers or config.text or folder).name,

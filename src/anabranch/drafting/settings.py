@@ -37,9 +37,25 @@ class Settings:
     """The base class of settings; used as is by methods without settings.
 
     paths  names of the fields that hold a path, which may contain commas and plus signs
+    least  the least values of numbers
+    load   the field with which "auto" lets the number of drafted and verified nodes follow the load; empty: none
     """
 
     paths: ClassVar[tuple[str, ...]] = ()
+    least: ClassVar[tuple[tuple[str, int], ...]] = ()
+    load: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, low in self.least:
+            if getattr(self, name) < low:
+                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+
+    def check_count(self, name: str, low: int, high: int | None = None) -> None:
+        """Raise InputError if a setting is neither "auto" nor a whole number from ``low`` to ``high``."""
+        value: str = getattr(self, name)
+        if value != "auto" and not (value.isdigit() and low <= int(value) <= (high or int(value))):
+            wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise InputError(f"{name} must be a whole number {wanted}, or auto, got {value!r}")
 
     @classmethod
     def parse(cls: type[S], text: str, method: str) -> S:
@@ -103,7 +119,7 @@ class Settings:
     @classmethod
     def under_load(cls: type[S]) -> S:
         """The settings with which the size of drafts follows the load; the defaults if there are none."""
-        return cls()
+        return cls(**{cls.load: "auto"}) if cls.load else cls()
 
     @classmethod
     def in_auto(cls: type[S]) -> S:
@@ -119,7 +135,7 @@ class Settings:
     @property
     def adaptive(self) -> bool:
         """Return whether the number of drafted and verified nodes follows the load."""
-        return False
+        return bool(self.load) and getattr(self, self.load) == "auto"
 
     @property
     def additions(self) -> Mapping[str, Any]:
@@ -182,7 +198,6 @@ def quoted(value: str) -> str:
 BUDGETS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # nodes that the tuner tries
 MOST_NODES = 1024  # of a tree, since a product tree grows with k ** depth
 NODES, ADAPTIVE = 16, 24  # node budget where none is given, and where the size follows the load
-T = TypeVar("T", bound="TreeSettings")
 
 
 @dataclass(frozen=True)
@@ -207,10 +222,12 @@ class TreeSettings(Settings):
     budgeted: ClassVar[tuple[str, ...]] = ("best", "auto")
     usual: ClassVar[Mapping[str, int]] = {"auto": ADAPTIVE}
     children: ClassVar[int] = 16
+    load = "tree"
     tree: str = "best"
     nodes: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tree not in self.trees:
             raise InputError(
                 f"tree must be a number of nodes or one of {', '.join(self.trees)}, got {self.tree!r}"
@@ -241,16 +258,6 @@ class TreeSettings(Settings):
             least = "2 (the root and one draft)" if key == "nodes" else "1"
             raise InputError(f"{key} must be at least {least}, got {value}")
         return key, value
-
-    @classmethod
-    def under_load(cls: type[T]) -> T:
-        """``tree=auto``."""
-        return cls(tree="auto")
-
-    @property
-    def adaptive(self) -> bool:
-        """Return whether ``tree=auto``."""
-        return self.tree == "auto"
 
     @property
     def kind(self) -> str:

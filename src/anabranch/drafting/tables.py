@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.drafting.settings import TreeSettings
-from anabranch.errors import CapabilityError, FileError, one_line
+from anabranch.errors import CapabilityError, FileError, InputError, one_line
 from anabranch.learning.recipe import Training
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import tokenizer_of
@@ -49,11 +49,13 @@ __all__ = [
     "default_folder",
     "find_tables",
     "open_tables",
+    "write_array",
 ]
 
 RECORD = "tables.json"
 FORMAT, VERSION = "anabranch tables", 1
 HEADER = 128  # bytes of an .npy file before its data; numpy pads headers of arrays of one dimension to this
+MEMORY = 512  # MB that a build uses at most, unless another bound is given
 SAMPLES, SAMPLE = 64, 4096  # blocks of a file that its checksum covers, and their bytes
 _identities: WeakKeyDictionary[Decoder, str] = WeakKeyDictionary()  # by target: listing a vocabulary takes a while
 
@@ -67,15 +69,18 @@ Report = Callable[[str], None]
 class Tables:
     """The tables of a method, as part of its entry.
 
+    method    its name
     command   ``anabranch train COMMAND`` builds them
-    training  what they are, and the options of ``build``, which receives None for those that the user did not set
-    build     (documents, vocabulary size, empty folder, options, report): writes arrays (``ArrayWriter``) into the
-              folder and returns facts for the record: JSON values, "tokens" among them. Raises InputError
+    training  what they are
+    build     (documents, vocabulary size, empty folder, bytes of memory to use besides one document, report): writes
+              arrays (``ArrayWriter``) into the folder and returns facts for the record: JSON values, "tokens" among
+              them. Raises InputError
     """
 
+    method: str
     command: str
     training: Training
-    build: Callable[[Documents, int, Path, Mapping[str, Any], Report], dict[str, Any]]
+    build: Callable[[Documents, int, Path, int, Report], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,12 @@ class ArrayWriter:
             self._file.close()
 
 
+def write_array(folder: Path, name: str, dtype: str, values: NDArray[Any]) -> None:
+    """Write a one-dimensional .npy file."""
+    with ArrayWriter(folder, name, dtype) as out:
+        out.append(values)
+
+
 def default_folder(command: str, fingerprint: str) -> Path:
     """Default folder of tables, by command and tokenizer."""
     return cache_home() / "tables" / command / fingerprint[:16]
@@ -161,22 +172,25 @@ def check_free(folder: Path, *, force: bool) -> None:
 
 def build_tables(
     tables: Tables,
-    method: str,
     documents: Documents,
     folder: Path,
     *,
     tokenizer: Tokenizer,
-    options: Mapping[str, Any] | None = None,
+    memory: int | None = None,
     made: Mapping[str, Any] | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Build tables and put them in ``folder``, in place of tables that are there; returns their record.
 
-    made  where they come from (command, files, licences), for the record
+    memory  MB to use at most, besides one document; None: ``MEMORY``
+    made    where they come from (command, files, licences), for the record
 
     A build that fails leaves nothing behind. Raises FileError if the folder cannot be written, and whatever ``build``
     and ``documents`` raise.
     """
+    megabytes = MEMORY if memory is None else memory
+    if megabytes < 1:
+        raise InputError(f"memory must be at least 1 MB, got {megabytes}")
     check_free(folder, force=True)
     work: Path | None = None
     try:
@@ -184,11 +198,11 @@ def build_tables(
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         staged = work / "new"
         staged.mkdir()
-        facts = tables.build(documents, tokenizer.vocab_size, staged, options or {}, report)
+        facts = tables.build(documents, tokenizer.vocab_size, staged, megabytes << 20, report)
         record = {
             "format": FORMAT,
             "version": VERSION,
-            "method": method,
+            "method": tables.method,
             "tokenizer": asdict(tokenizer),
             "facts": facts,
             "arrays": {path.stem: _described(path) for path in sorted(staged.glob("*.npy"))},
@@ -240,7 +254,7 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_tables(tables: Tables, method: str, target: Decoder, data: str) -> OpenTables:
+def find_tables(tables: Tables, target: Decoder, data: str) -> OpenTables:
     """The tables that the setting ``data`` selects for a target; see ``TableSettings``.
 
     Raises CapabilityError if there are none, and FileError as ``open_tables`` does.
@@ -252,10 +266,10 @@ def find_tables(tables: Tables, method: str, target: Decoder, data: str) -> Open
         folder = default_folder(tables.command, identity)
     else:
         raise CapabilityError(
-            f"the drafter {method!r} needs {tables.training.title} for this target's tokenizer, and there is none; "
-            f"build it with 'anabranch train {tables.command} --text FILE', or give data=FOLDER"
+            f"the drafter {tables.method!r} needs {tables.training.title} for this target's tokenizer, and there is "
+            f"none; build it with 'anabranch train {tables.command} --text FILE', or give data=FOLDER"
         )
-    return open_tables(tables, method, folder, identity, target.config.vocab_size)
+    return open_tables(tables, folder, identity, target.config.vocab_size)
 
 
 def _identity(target: Decoder) -> str | None:
@@ -265,7 +279,7 @@ def _identity(target: Decoder) -> str | None:
     return _identities.get(target)
 
 
-def open_tables(tables: Tables, method: str, folder: Path, fingerprint: str | None, vocab_size: int) -> OpenTables:
+def open_tables(tables: Tables, folder: Path, fingerprint: str | None, vocab_size: int) -> OpenTables:
     """Memory-map the arrays of a folder.
 
     fingerprint  of the target's tokenizer; None: unknown, so only the size of the vocabulary is compared
@@ -285,10 +299,10 @@ def open_tables(tables: Tables, method: str, folder: Path, fingerprint: str | No
             f"{folder / RECORD} has the format {shown(record.get('format'))} version {shown(record.get('version'))}, "
             f"and this anabranch reads {FORMAT!r} version {VERSION}; {again}"
         )
-    if record.get("method") != method:
+    if record.get("method") != tables.method:
         raise FileError(
-            f"the tables in {folder} are for the drafter {shown(record.get('method'))}, got {method!r} to read them; "
-            f"give data= {tables.training.title}"
+            f"the tables in {folder} are for the drafter {shown(record.get('method'))}, got {tables.method!r} to read "
+            f"them; give data= {tables.training.title}"
         )
     tokenizer, facts, arrays = (record.get(name) for name in ("tokenizer", "facts", "arrays"))
     if not (isinstance(tokenizer, dict) and isinstance(facts, dict) and isinstance(arrays, dict)):

@@ -1,7 +1,7 @@
 """Methods, each in its own folder or file, and their registry. The rest of the library reads the entries (``Method``).
 
 The registry is imported when one of its names is first used: it imports torch, and ``--help`` does without it.
-Modules called ``recipes`` import no torch either: they say what can be trained (``training``).
+Modules called ``recipes``, and ``tables``, import no torch either: they say what can be trained (``training``).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ __all__ = [
 
 # the commands of ``anabranch train`` that make what methods need: the method, and where its ``Training`` is
 TRAININGS = {
-    "datastore": ("rest", "rest.recipes.TRAINING"),
+    "datastore": ("rest", "tables.DATASTORE"),
     "draft-model": ("draft_model", "draft_model.recipes.TRAINING"),
     "eagle": ("eagle", "eagle.recipes.TRAINING"),
     "hydra": ("hydra", "hydra.recipes.TRAINING"),
     "lora": ("", "lora.recipes.TRAINING"),
     "medusa": ("medusa", "medusa.recipes.TRAINING"),
     "medusa2": ("medusa2", "medusa.recipes.TUNING"),
-    "ngram": ("ngram", "ngram.recipes.TRAINING"),
+    "ngram": ("ngram", "tables.NGRAMS"),
     "space": ("space", "space.recipes.TRAINING"),
     "streams": ("streams", "streams.recipes.TRAINING"),
 }

@@ -146,31 +146,50 @@ class _Ahead:
         self.guessed = None
 
 
-class LookaheadDrafter(Drafter):
-    """Guesses of up to ``ngram`` - 1 tokens from the n-grams of a Jacobi window.
+@dataclass(frozen=True)
+class LookaheadSettings(Settings):
+    """Settings of ``lookahead:...``.
 
-    window   W: columns
-    ngram    N: tokens of an n-gram, at least 3
+    window   W: columns of the window, of guessed tokens at successive positions
+    ngram    N: tokens of an n-gram; the window has N - 1 levels
     guesses  G: n-grams that are verified at most
-    prompt   whether the text's own n-grams, the prompt's included, go to the pool too
+    prompt   yes: the text's own n-grams are guesses too, as in prompt lookup
     """
+
+    least = (("window", 1), ("guesses", 1))
+    window: int = 10
+    ngram: int = 5
+    guesses: int = 10
+    prompt: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ngram < 3:
+            raise InputError(
+                f"ngram must be at least 3 (a token, its successor, and the one that follows), got {self.ngram}"
+            )
+
+
+class LookaheadDrafter(Drafter):
+    """Guesses of up to N - 1 tokens from the n-grams of a Jacobi window."""
 
     name = "lookahead"
 
-    def __init__(self, *, window: int = 10, ngram: int = 5, guesses: int = 10, prompt: bool = True) -> None:
-        self.window, self.ngram, self.guesses, self.prompt = window, ngram, guesses, prompt
-        self.max_nodes = 1 + guesses * (ngram - 1)
+    def __init__(self, settings: LookaheadSettings | None = None) -> None:
+        self.settings = settings = settings or LookaheadSettings()
+        window, self.ngram = settings.window, settings.ngram
+        self.max_nodes = 1 + settings.guesses * (self.ngram - 1)
         # column 0 of level 0 is the root; while it fills, the window is wider than W
-        probes = max((window + ngram - 2 - level) * (level + 1) - 1 for level in range(ngram - 1))
+        probes = max((window + self.ngram - 2 - level) * (level + 1) - 1 for level in range(self.ngram - 1))
         self.needs = Needs(probes=probes)
 
     def join(self, row: Row) -> None:
         """Fill level 0 with tokens of the prompt, the same for the same prompt."""
-        guessed = [row.root, *random.Random(0).choices(row.context, k=self.window + self.ngram - 3)]
+        guessed = [row.root, *random.Random(0).choices(row.context, k=self.settings.window + self.ngram - 3)]
         lengths = self.ngram - 1
         row.state[self] = _Ahead(
             Window(guessed, self.ngram),
-            Pool(self.guesses),
+            Pool(self.settings.guesses),
             right=[WEIGHT * (LATER if depth else FIRST) for depth in range(lengths)],
             all=[WEIGHT] * lengths,
         )
@@ -187,7 +206,7 @@ class LookaheadDrafter(Drafter):
         ahead: _Ahead = row.state[self]
         text = row.context
         ahead.settle(text)
-        if self.prompt:
+        if self.settings.prompt:
             for end in range(max(self.ngram, ahead.read + 1), len(text) + 1):
                 ahead.pool.add(text[end - self.ngram], tuple(text[end - self.ngram + 1 : end]))
             ahead.read = len(text)
@@ -218,36 +237,8 @@ class LookaheadDrafter(Drafter):
                     ahead.pool.add(first, tuple(rest))
 
 
-@dataclass(frozen=True)
-class LookaheadSettings(Settings):
-    """Settings of ``lookahead:...``.
-
-    window   W: columns of the window, of guessed tokens at successive positions
-    ngram    N: tokens of an n-gram; the window has N - 1 levels
-    guesses  G: n-grams that are verified at most
-    prompt   yes: the text's own n-grams are guesses too, as in prompt lookup
-    """
-
-    window: int = 10
-    ngram: int = 5
-    guesses: int = 10
-    prompt: bool = True
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise InputError(f"window must be at least 1, got {self.window}")
-        if self.ngram < 3:
-            raise InputError(
-                f"ngram must be at least 3 (a token, its successor, and the one that follows), got {self.ngram}"
-            )
-        if self.guesses < 1:
-            raise InputError(f"guesses must be at least 1, got {self.guesses}")
-
-
 def _build(target: Decoder, settings: LookaheadSettings, module: object) -> Drafter:
-    drafter = LookaheadDrafter(
-        window=settings.window, ngram=settings.ngram, guesses=settings.guesses, prompt=settings.prompt
-    )
+    drafter = LookaheadDrafter(settings)
     limit = target.config.max_positions
     if drafter.margin >= limit:
         raise CapabilityError(

@@ -25,12 +25,12 @@ from anabranch.drafting.acceptance import joint_log_probs
 from anabranch.drafting.drafter import Drafter, Method, Row, Traits
 from anabranch.drafting.matches import LONGEST, MatchRates
 from anabranch.drafting.settings import Settings
-from anabranch.errors import InputError
 from anabranch.tree import DraftTree
 
 __all__ = ["METHOD", "LookupSettings", "PromptLookupDrafter"]
 
 WEIGHT = 4.0  # of the prior of a(n), in matches
+ADAPTIVE = 10  # tokens of a draft whose length the load decides
 
 
 class Index:
@@ -84,23 +84,41 @@ class Index:
         return [self.rates(length + i) for i in range(tokens)]
 
 
+@dataclass(frozen=True)
+class LookupSettings(Settings):
+    """Settings of ``prompt_lookup:...``.
+
+    tokens   maximum number of drafted tokens, or auto: up to 10, depending on the load
+    ngram    maximum length of a match
+    matches  maximum number of matches whose continuations are merged into a tree; 1: the most recent of the longest
+    """
+
+    least = (("ngram", 1), ("matches", 1))
+    load = "tokens"
+    tokens: str = "10"
+    ngram: int = 3
+    matches: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_count("tokens", 1)
+
+
 class PromptLookupDrafter(Drafter):
-    """Up to ``tokens`` tokens that continue the longest match of at most ``ngram`` tokens, or ``matches`` of them."""
+    """Continues matches with chains or trees."""
 
     name = "prompt_lookup"
     traits = Traits(free="all", repeats="all")
 
-    def __init__(self, *, tokens: int = 10, ngram: int = 3, matches: int = 1, adaptive: bool = False) -> None:
-        if tokens < 1 or ngram < 1 or matches < 1:
-            raise InputError(
-                f"prompt_lookup needs tokens, ngram and matches of at least 1, got {tokens}, {ngram} and {matches}"
-            )
-        self.tokens, self.ngram, self.matches, self.adaptive = tokens, ngram, matches, adaptive
-        self.max_nodes = tokens + 1
+    def __init__(self, settings: LookupSettings | None = None) -> None:
+        self.settings = settings = settings or LookupSettings()
+        self.adaptive = settings.adaptive
+        self.tokens = ADAPTIVE if settings.adaptive else int(settings.tokens)
+        self.max_nodes = self.tokens + 1
 
     def join(self, row: Row) -> None:
         """Index the row's prompt when it is first drafted for."""
-        row.state[self] = Index(self.ngram)
+        row.state[self] = Index(self.settings.ngram)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """One chain or tree a row, or the root alone where nothing matches."""
@@ -115,7 +133,7 @@ class PromptLookupDrafter(Drafter):
             return DraftTree.root(row.root)
         candidates = [
             (text[end : end + count], index.shares(length, count))
-            for end, length in islice(index.matches(text, len(text)), self.matches)
+            for end, length in islice(index.matches(text, len(text)), self.settings.matches)
         ]
         if not candidates:
             return DraftTree.root(row.root)
@@ -124,52 +142,13 @@ class PromptLookupDrafter(Drafter):
         return tree.truncate(1 + min(self.tokens, budget - 1))
 
 
-@dataclass(frozen=True)
-class LookupSettings(Settings):
-    """Settings of ``prompt_lookup:...``.
-
-    tokens   maximum number of drafted tokens, or auto: up to 10, depending on the load
-    ngram    maximum length of a match
-    matches  maximum number of matches whose continuations are merged into a tree; 1: the most recent of the longest
-    """
-
-    tokens: str = "10"
-    ngram: int = 3
-    matches: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tokens != "auto" and not (self.tokens.isdigit() and int(self.tokens) >= 1):
-            raise InputError(f"tokens must be a whole number of at least 1, or auto, got {self.tokens!r}")
-        if self.ngram < 1:
-            raise InputError(f"ngram must be at least 1, got {self.ngram}")
-        if self.matches < 1:
-            raise InputError(f"matches must be at least 1, got {self.matches}")
-
-    @classmethod
-    def under_load(cls) -> LookupSettings:
-        """``tokens=auto``."""
-        return cls(tokens="auto")
-
-    @property
-    def adaptive(self) -> bool:
-        """Return whether ``tokens=auto``."""
-        return self.tokens == "auto"
-
-
-def _build(target: object, settings: LookupSettings, module: object) -> Drafter:
-    tokens = 10 if settings.adaptive else int(settings.tokens)
-    return PromptLookupDrafter(
-        tokens=tokens, ngram=settings.ngram, matches=settings.matches, adaptive=settings.adaptive
-    )
-
-
 METHOD = Method(
     name="prompt_lookup",
     summary="the continuation of the most recent earlier match of the current n-gram; needs no model",
     settings=LookupSettings,
     variants=("", "tokens=auto", "matches=3"),
     with_source=True,
-    build=_build,
+    build=lambda target, settings, module: PromptLookupDrafter(settings),
     candidates=lambda nodes: (LookupSettings(tokens=str(n)) for n in (2, 3, 6, 10) if n < nodes),
     default=True,
     detached=True,

@@ -10,16 +10,19 @@ inner drafter may be a smaller draft model, with an inner drafter of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from anabranch.drafting.drafter import Drafter, Method, sized
+from anabranch.drafting.autoregressive import AutoregressiveDrafter
+from anabranch.drafting.drafter import Call, Drafter, Method, Row, sized, tally
+from anabranch.drafting.reader import Continuations
 from anabranch.drafting.settings import BUDGETS
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.methods import prompt_lookup, suffix
 from anabranch.methods.draft_model import entry as draft_model
-from anabranch.methods.draft_model.drafter import GUESSES, DraftModelDrafter, DraftModelSettings
+from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.entry import TRAINED, draft_of
 from anabranch.methods.ngram import entry as ngram
 from anabranch.methods.rest import entry as rest
@@ -29,11 +32,104 @@ from anabranch.support.nearest import hint
 
 __all__ = ["METHOD", "StagedDrafter", "StagedSettings"]
 
+GUESSES = 4  # of a row in one pass
+
+
+@dataclass
+class _Inside:
+    """A row as the inner drafter sees it, and whether that keeps anything for it."""
+
+    row: Row
+    keeps: bool
+
+
+class Guesser:
+    """An inner drafter and its view of the rows.
+
+    Its guesses join the passes of the draft model, which computes what follows each of them. A guess that the draft
+    model drafts too costs no pass of its own; the tree that is drafted does not depend on the guesses.
+
+    A drafter that keeps nothing for a row is a function of the text, so it is asked behind each node whose next tokens
+    are wanted. One that indexes or caches the text, which must only grow, is asked behind the text alone.
+
+    most  guesses of a row in one pass, at most: each is one more row of that pass
+    """
+
+    def __init__(self, drafter: Drafter, most: int) -> None:
+        if drafter.needs.rider is not None or drafter.needs.layers or drafter.needs.prompt:
+            raise CapabilityError(
+                f"the inner drafter {drafter.name!r} needs hidden states of its target; use a model-free one, such as "
+                "inner=prompt_lookup"
+            )
+        self.drafter, self.most = drafter, most
+        self._rows: dict[Row, _Inside] = {}
+
+    def join(self, row: Row) -> None:
+        """A row joins the batch."""
+        inside = Row(row.tokens, row.prompt_length, row.sampling, source=row.source)
+        self.drafter.join(inside)
+        keeps = self.drafter in inside.state or isinstance(self.drafter, AutoregressiveDrafter)
+        self._rows[row] = _Inside(inside, keeps)
+
+    def leave(self, row: Row) -> None:
+        """A row leaves the batch."""
+        inside = self._rows.pop(row, None)
+        if inside is not None:
+            self.drafter.leave(inside.row)
+
+    def guesses(self, row: Row, continuations: Continuations, node: int, *, depth: int, words: int) -> list[int]:
+        """Guessed descendants of a node of a row's continuations, at most ``depth`` deep, of token ids below ``words``.
+
+        Nodes whose next tokens are known already are left out.
+        """
+        inside = self._rows[row]
+        if (inside.keeps and node > 0) or continuations.depths[node] >= depth:
+            return []
+        inside.row.tokens = [*row.tokens, *continuations.path(node)] if node else row.tokens
+        inside.row.max_depth = depth - continuations.depths[node]
+        (tree,) = self.drafter.draft([inside.row], min(self.most + 1, self.drafter.max_nodes))
+        for call in inside.row.calls or (Call("inner"),):
+            tally(call, [row])
+        inside.row.calls.clear()
+        at = [node]
+        for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
+            above = at[parent]
+            at.append(continuations.child(above, token) if above >= 0 and token < words else -1)
+        return [guess for guess in dict.fromkeys(at[1:]) if guess > 0 and guess not in continuations.known]
+
 
 class StagedDrafter(DraftModelDrafter):
-    """A draft model with an inner drafter."""
+    """A draft model with an inner drafter, whose guesses let one pass of it serve for several.
+
+    guesses  of a row in one pass of the draft model, at most
+    """
 
     name = "staged"
+
+    def __init__(
+        self,
+        target: Decoder,
+        model: Decoder,
+        settings: DraftModelSettings | None = None,
+        *,
+        inner: Drafter,
+        guesses: int = GUESSES,
+    ) -> None:
+        super().__init__(target, model, settings)
+        self.guesser = Guesser(inner, guesses)
+
+    def join(self, row: Row) -> None:
+        """The inner drafter sees the row; the draft model reads it with its prompt, or with its first draft."""
+        self.guesser.join(row)
+
+    def leave(self, row: Row) -> None:
+        """Free the row's slot."""
+        super().leave(row)
+        self.guesser.leave(row)
+
+    def _guesses(self, row: Row, continuations: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
+        guesses = self.guesser.guesses(row, continuations, nodes[0], depth=depth, words=self.words)
+        return [node for node in guesses if node not in nodes]
 
 
 @dataclass(frozen=True)
@@ -45,13 +141,12 @@ class StagedSettings(DraftModelSettings):
     guesses  of the inner drafter in one pass of the draft model, at most
     """
 
+    least = (("guesses", 1),)
     inner: str = "prompt_lookup"
     guesses: int = GUESSES
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.guesses < 1:
-            raise InputError(f"guesses must be at least 1, got {self.guesses}")
         known = [method.name for method in _inner()]
         if (name := self.inner.partition(":")[0].strip()) not in known:
             raise InputError(f"inner must be one of {', '.join(known)}, got {name!r}{hint(name, known)}")

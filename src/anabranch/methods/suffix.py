@@ -29,7 +29,7 @@ import numpy as np
 from anabranch.drafting.drafter import Drafter, Method, Row, Traits
 from anabranch.drafting.grow import Child, Form, Growth, Node, grow
 from anabranch.drafting.matches import LONGEST, MatchRates
-from anabranch.drafting.settings import Settings
+from anabranch.drafting.settings import ADAPTIVE, Settings
 from anabranch.errors import InputError
 from anabranch.tree import DraftTree
 
@@ -184,29 +184,47 @@ class _Seen:
         return [0.0, *(share / (1.0 - share) for share in shares)]
 
 
-class SuffixDrafter(Drafter):
-    """Trees of up to ``nodes`` nodes, root included, by the frequency of continuations.
+@dataclass(frozen=True)
+class SuffixSettings(Settings):
+    """Settings of ``suffix:...``.
 
-    store      tokens of other rows' outputs that are kept at most; 0: a row's own text alone
-    depth      of a tree at most
-    threshold  nodes that are less probable are not drafted
-    adaptive   whether the load decides how many nodes are verified
+    nodes      verified at most, root included, or auto: up to 24, as the load decides
+    depth      of a draft at most
+    threshold  joint probability below which a node is not drafted
+    store      tokens of earlier outputs that are kept, the oldest texts going first; 0: each text learns from itself
     """
+
+    least = (("depth", 1),)
+    load = "nodes"
+    nodes: str = "16"
+    depth: int = 16
+    threshold: float = 0.03
+    store: int = 2**18
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_count("nodes", 2)
+        if not 0.0 <= self.threshold < 1.0:
+            raise InputError(f"threshold must be at least 0 and less than 1, got {self.threshold}")
+        if self.store and not SMALLEST <= self.store <= 2**30:
+            raise InputError(f"store must be {SMALLEST} to {2**30} tokens, or 0 to keep no outputs, got {self.store}")
+
+    @property
+    def budget(self) -> int:
+        """Also the nodes of a tree that is merged from this one and others."""
+        return ADAPTIVE if self.adaptive else int(self.nodes)
+
+
+class SuffixDrafter(Drafter):
+    """Trees by the frequency of continuations; ``shared`` are the outputs of other rows."""
 
     name = "suffix"
     traits = Traits(free="all")
 
-    def __init__(
-        self,
-        *,
-        nodes: int = 16,
-        depth: int = 16,
-        threshold: float = 0.03,
-        store: int = 2**18,
-        adaptive: bool = False,
-    ) -> None:
-        self.max_nodes, self.depth, self.threshold, self.adaptive = nodes, depth, threshold, adaptive
-        self.shared = Occurrences(tokens=store, buckets=store) if store else None
+    def __init__(self, settings: SuffixSettings | None = None) -> None:
+        self.settings = settings = settings or SuffixSettings()
+        self.max_nodes, self.adaptive = settings.budget, settings.adaptive
+        self.shared = Occurrences(tokens=settings.store, buckets=settings.store) if settings.store else None
 
     def join(self, row: Row) -> None:
         """Index the row's prompt when it is first drafted for."""
@@ -220,7 +238,7 @@ class SuffixDrafter(Drafter):
 
     def depth_of(self, budget: int) -> int:
         """No deeper than ``depth``."""
-        return min(budget - 1, self.depth)
+        return min(budget - 1, self.settings.depth)
 
     def leave(self, row: Row) -> None:
         """Take in the end of the row's output; it stays for others."""
@@ -242,7 +260,7 @@ class SuffixDrafter(Drafter):
         seen: _Seen = row.state[self]
         seen.settle(row.tokens)
         self._take(row, seen)
-        depth, count = min(self.depth, row.max_depth), min(self.max_nodes, budget)
+        depth, count = min(self.settings.depth, row.max_depth), min(self.max_nodes, budget)
         if depth < 1 or count < 2:
             return DraftTree.root(row.root)
         context = row.tokens[-CONTEXT:]
@@ -253,7 +271,7 @@ class SuffixDrafter(Drafter):
         if not places:
             return DraftTree.root(row.root)
         votes = [_Vote(place, place.length, OWN if n < mine else SHARED) for n, place in enumerate(places)]
-        tree = tree_of(row.root, votes, seen.odds(), count, depth, self.threshold)
+        tree = tree_of(row.root, votes, seen.odds(), count, depth, self.settings.threshold)
         if tree.size > 1:
             longest = max(place.length for place in places)
             seen.bet = (len(row.tokens), longest, int(tree.tokens[1]))
@@ -302,64 +320,13 @@ def tree_of(
     return tree
 
 
-@dataclass(frozen=True)
-class SuffixSettings(Settings):
-    """Settings of ``suffix:...``.
-
-    nodes      verified at most, root included, or auto: up to 24, as the load decides
-    depth      of a draft at most
-    threshold  joint probability below which a node is not drafted
-    store      tokens of earlier outputs that are kept, the oldest texts going first; 0: each text learns from itself
-    """
-
-    nodes: str = "16"
-    depth: int = 16
-    threshold: float = 0.03
-    store: int = 2**18
-
-    def __post_init__(self) -> None:
-        if self.nodes != "auto" and not (self.nodes.isdigit() and int(self.nodes) >= 2):
-            raise InputError(f"nodes must be at least 2 (the root and one draft), or auto, got {self.nodes!r}")
-        if self.depth < 1:
-            raise InputError(f"depth must be at least 1, got {self.depth}")
-        if not 0.0 <= self.threshold < 1.0:
-            raise InputError(f"threshold must be at least 0 and less than 1, got {self.threshold}")
-        if self.store and not SMALLEST <= self.store <= 2**30:
-            raise InputError(f"store must be {SMALLEST} to {2**30} tokens, or 0 to keep no outputs, got {self.store}")
-
-    @classmethod
-    def under_load(cls) -> SuffixSettings:
-        """``nodes=auto``."""
-        return cls(nodes="auto")
-
-    @property
-    def adaptive(self) -> bool:
-        """Return whether ``nodes=auto``."""
-        return self.nodes == "auto"
-
-    @property
-    def budget(self) -> int:
-        """Also the nodes of a tree that is merged from this one and others."""
-        return 24 if self.adaptive else int(self.nodes)
-
-
-def _build(target: object, settings: SuffixSettings, module: object) -> Drafter:
-    return SuffixDrafter(
-        nodes=settings.budget,
-        depth=settings.depth,
-        threshold=settings.threshold,
-        store=settings.store,
-        adaptive=settings.adaptive,
-    )
-
-
 METHOD = Method(
     name="suffix",
     summary="continuations of the text's end by frequency, in this text and in earlier outputs; needs nothing",
     settings=SuffixSettings,
     variants=("", "nodes=auto"),
     with_source=True,
-    build=_build,
+    build=lambda target, settings, module: SuffixDrafter(settings),
     # without a store: the tuner decodes the same prompts again and again, and would measure how well it remembers them
     candidates=lambda nodes: (SuffixSettings(nodes=str(n), store=0) for n in (3, 5, 8, 16, 24) if n <= nodes),
     detached=True,

@@ -19,15 +19,15 @@ from anabranch.decoding.scheduler import Scheduler
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.lookahead import LookaheadDrafter
+from anabranch.methods.lookahead import LookaheadDrafter, LookaheadSettings
 from anabranch.methods.none import NoDrafter
-from anabranch.methods.prompt_lookup import PromptLookupDrafter
+from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import own_rider
-from anabranch.methods.suffix import SuffixDrafter
+from anabranch.methods.suffix import SuffixDrafter, SuffixSettings
 from anabranch.model.backends import TorchBackend
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
@@ -83,9 +83,9 @@ DRAFTERS: dict[str, Callable[[tuple[Decoder, StreamAdapter]], Drafter]] = {
     "product": lambda made: streams(made, StreamSettings(tree="product", k=2)),
     "pruned product": lambda made: streams(made, StreamSettings(tree="product", k=2), prune=4),
     "chain": lambda made: streams(made, StreamSettings(tree="chain")),
-    "prompt_lookup": lambda made: PromptLookupDrafter(tokens=5),
-    "suffix": lambda made: SuffixDrafter(threshold=0.0),
-    "lookahead": lambda made: LookaheadDrafter(window=4, ngram=4, guesses=4),
+    "prompt_lookup": lambda made: PromptLookupDrafter(LookupSettings(tokens="5")),
+    "suffix": lambda made: SuffixDrafter(SuffixSettings(threshold=0.0)),
+    "lookahead": lambda made: LookaheadDrafter(LookaheadSettings(window=4, ngram=4, guesses=4)),
     "combined": lambda made: CombinedDrafter([streams(made), PromptLookupDrafter()], nodes=10),
     "combined, pruned": lambda made: CombinedDrafter([streams(made, prune=5), SuffixDrafter()], nodes=10),
 }

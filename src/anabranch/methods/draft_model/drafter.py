@@ -1,4 +1,4 @@
-"""A draft model as a drafter (Leviathan et al. 2023), optionally with a drafter of its own inside (Spector & Re 2023).
+"""A draft model as a drafter (Leviathan et al. 2023).
 
 n nodes of a pass, V vocabulary of the target, W words that target and draft model have in common.
 """
@@ -9,32 +9,89 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.drafting.autoregressive import AutoregressiveDrafter
-from anabranch.drafting.drafter import Drafter, Row
+from anabranch.drafting.drafter import Call, Row
 from anabranch.drafting.draws import CONFIDENCE
 from anabranch.drafting.grow import product_size
-from anabranch.drafting.reader import Continuations
+from anabranch.drafting.reader import Continuations, Reader
 from anabranch.drafting.settings import MOST_NODES, TreeSettings
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.draft_model.inner import Guesser
-from anabranch.methods.draft_model.reader import DraftReader
+from anabranch.model.cache import Cache
 from anabranch.model.config import EncoderConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.encoder import Source
+from anabranch.model.encoder import Memory, Source
+from anabranch.model.inputs import Inputs
 from anabranch.model.passes import PassResult
 from anabranch.model.quantize import check_quantization
+from anabranch.model.reads import weight_bytes
 from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs
 from anabranch.verify import Rule
 
-__all__ = ["GUESSES", "DraftModelDrafter", "DraftModelSettings"]
+__all__ = ["DraftModelDrafter", "DraftModelSettings", "DraftReader"]
+
+
+class DraftReader(Reader):
+    """A draft model and its KV cache; it answers with the logits [n, V] over its own vocabulary."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model.config.max_positions)
+        self.model = model
+        self._call = Call("draft", model.config.num_layers, model.config.num_layers, weight_bytes(model))
+
+    @property
+    def call(self) -> Call:
+        """All layers of the draft model, and its head."""
+        return self._call
+
+    @property
+    def persists(self) -> bool:
+        """Graphs are captured over a cache, so it is kept where they are."""
+        return self.model.backend.capture is not None
+
+    def _new_cache(self, rows: int, capacity: int) -> Cache:
+        return self.model.new_cache(rows, capacity)
+
+    def _memory(self, row: Row) -> Memory | None:
+        if self.model.encoder is None or row.source is None:
+            return None
+        with self.model.decoding():
+            return self.model.encode(row.source)
+
+    def known(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """See ``Reader``; none where keys depend on the length of the text, or on a source."""
+        varies = self.model.rope().key(len(tokens)) or self.model.encoder is not None
+        return (0, 0) if varies else super().known(tokens)
+
+    def _known(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids [n]; 0 stands for those that the draft model's vocabulary lacks."""
+        ids = np.asarray(tokens, np.int64)
+        return np.where(ids < self.model.config.vocab_size, ids, 0)
+
+    def _read(self, row: Row, tokens: Sequence[int]) -> None:
+        assert self.cache is not None
+        slot = self._places[row].slot
+        with self.model.decoding():
+            inputs = Inputs.of_prompt(self._known(tokens).tolist())
+            self.model(inputs, self.cache, slots=slice(slot, slot + 1), need="keys")
+
+    def _run(self, inputs: Inputs, at: Sequence[tuple[int, int]]) -> Tensor:
+        assert self.cache is not None
+        inputs = Inputs(self._known(inputs.tokens_M), inputs.parents_M, inputs.counts_B)
+        with self.model.decoding():
+            result = self.model(inputs, self.cache, need="hidden")
+            places = torch.tensor([result.starts_B[slot] + place for slot, place in at], device=self.model.device)
+            logits: Tensor = self.model.logits(result.hidden_MD[places])
+        return logits
+
 
 LONGEST = 10  # tokens of a draft whose length the load decides
 MOST_TOKENS = 256
-GUESSES = 4
 
 
 @dataclass(frozen=True)
@@ -62,8 +119,7 @@ class DraftModelSettings(TreeSettings):
     quantize: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.tokens != "auto" and not (self.tokens.isdigit() and 1 <= int(self.tokens) <= MOST_TOKENS):
-            raise InputError(f"tokens must be a whole number from 1 to {MOST_TOKENS}, or auto, got {self.tokens!r}")
+        self.check_count("tokens", 1, MOST_TOKENS)
         if self.k and not all(width.isdigit() for width in self.k.split("/")):
             raise InputError(f"k must be a whole number, or several by depth as in 3/2/1, got {self.k!r}")
         super().__post_init__()
@@ -98,24 +154,15 @@ class DraftModelSettings(TreeSettings):
 class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
     """Drafts from a smaller model with the target's vocabulary.
 
-    model    the draft model: any decoder that reads the target's token ids
-    inner    guesses the draft model's own tokens, so that one of its passes may serve for several (staged)
-    guesses  of a row in one pass of the draft model, at most
+    model  the draft model: any decoder that reads the target's token ids
+    words  token ids that both have
     """
 
     name = "draft_model"
     rules = ("match", "rejection")
     sampled_trees = "tree=chain, tree=iid or tree=without"
 
-    def __init__(
-        self,
-        target: Decoder,
-        model: Decoder,
-        settings: DraftModelSettings | None = None,
-        *,
-        inner: Drafter | None = None,
-        guesses: int = GUESSES,
-    ) -> None:
+    def __init__(self, target: Decoder, model: Decoder, settings: DraftModelSettings | None = None) -> None:
         settings = settings or DraftModelSettings()
         if model.config.recurrent is not None:
             raise CapabilityError(
@@ -129,8 +176,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
                 f"the draft model reads {model.config.max_positions} tokens at most, too few to draft "
                 f"{self.depth}; lower tokens"
             )
-        self.guesser = None if inner is None else Guesser(inner, guesses)
-        self._words = min(target.config.vocab_size, model.config.vocab_size)
+        self.words = min(target.config.vocab_size, model.config.vocab_size)
 
     @property
     def model(self) -> Decoder:
@@ -147,32 +193,15 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
                 raise InputError(f"the draft model cannot read this source: {error}") from error
 
     # -- rows ------------------------------------------------------------------------------------------
-    def join(self, row: Row) -> None:
-        """The inner drafter sees the row; the draft model reads it with its prompt, or with its first draft."""
-        if self.guesser is not None:
-            self.guesser.join(row)
-
     def read(self, row: Row, result: PassResult, start: int) -> None:
         """Read the same chunk of the prompt; of what the target did not have to read, as much again."""
         end = start + result.counts_B[0]
         if end < self.reader.longest:
             self.reader.read(row, end, most=2 * result.counts_B[0])
 
-    def leave(self, row: Row) -> None:
-        """Free the row's slot."""
-        super().leave(row)
-        if self.guesser is not None:
-            self.guesser.leave(row)
-
     # -- drafts ----------------------------------------------------------------------------------------
-    def _guesses(self, row: Row, continuations: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
-        if self.guesser is None:
-            return []
-        guesses = self.guesser.guesses(row, continuations, nodes[0], depth=depth, words=self._words)
-        return [node for node in guesses if node not in nodes]
-
     def _tell(self, answered: Sequence[tuple[Row, Continuations, Sequence[int]]], logits_nV: Tensor) -> None:
-        parts = torch.split(logits_nV[:, : self._words].float(), [len(nodes) for _, _, nodes in answered])
+        parts = torch.split(logits_nV[:, : self.words].float(), [len(nodes) for _, _, nodes in answered])
         matching: list[tuple[Continuations, Sequence[int], Tensor]] = []
         for (row, known, nodes), z_nW in zip(answered, parts, strict=True):
             params = replace(row.sampling, processors=())  # the user's own functions see the target's scores alone
@@ -180,7 +209,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
             if params.needs_history:
                 histories = [[*row.tokens, *known.path(node)] for node in nodes]
             if row.rule == "rejection":
-                q_nV = F.pad(target_probs(z_nW, params, histories), (0, self.target.config.vocab_size - self._words))
+                q_nV = F.pad(target_probs(z_nW, params, histories), (0, self.target.config.vocab_size - self.words))
                 finite = q_nV.isfinite().all(dim=-1).tolist()
                 known.known.update((node, q if ok else ()) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
                 continue
@@ -188,7 +217,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
             if not params.greedy:
                 # the target will draw the largest of its scores plus this noise
                 keys = position_keys(params.seed, [len(row.tokens) + known.depths[node] for node in nodes])
-                z_nW = CONFIDENCE * (z_nW + gumbels(keys, torch.arange(self._words, device=z_nW.device)))
+                z_nW = CONFIDENCE * (z_nW + gumbels(keys, torch.arange(self.words, device=z_nW.device)))
             matching.append((known, nodes, z_nW))
         if matching:
             self._rank(matching)
@@ -196,7 +225,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
     def _rank(self, matching: Sequence[tuple[Continuations, Sequence[int], Tensor]]) -> None:
         """The best next tokens of each node, in one transfer to the host."""
         z_nW = torch.cat([z for _, _, z in matching])
-        best = z_nW.log_softmax(dim=-1).topk(min(max(self.settings.widths), self.max_nodes - 1, self._words), dim=-1)
+        best = z_nW.log_softmax(dim=-1).topk(min(max(self.settings.widths), self.max_nodes - 1, self.words), dim=-1)
         log_probs, tokens = torch.stack((best.values.double(), best.indices.double())).cpu().tolist()
         rows = iter(zip(tokens, log_probs, strict=True))
         for known, nodes, _ in matching:

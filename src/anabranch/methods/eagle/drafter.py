@@ -21,7 +21,6 @@ from anabranch.drafting.grow import Form
 from anabranch.drafting.head import RowVocabulary
 from anabranch.drafting.reader import Continuations
 from anabranch.drafting.settings import TreeSettings
-from anabranch.errors import InputError
 from anabranch.methods.eagle.layer import EagleLayer, layer_of
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.reader import FeatureReader
@@ -64,14 +63,10 @@ class EagleSettings(TreeSettings):
     trees = ("best", "static", "chain", "auto")
     budgeted = ("best", "static", "auto")
     usual: ClassVar[Mapping[str, int]] = {**TreeSettings.usual, "static": STATIC_NODES}
+    least = (("depth", 1),)
     depth: int = 5
     k: int = 10
     threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.depth < 1:
-            raise InputError(f"depth must be at least 1, got {self.depth}")
 
     @property
     def budget(self) -> int:

@@ -16,7 +16,7 @@ V vocabulary, n2 and n3 distinct bigrams and trigrams.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.drafting.tables import ArrayWriter, Documents, Report
+from anabranch.drafting.tables import ArrayWriter, Documents, Report, write_array
 from anabranch.errors import InputError
 
 __all__ = ["LARGEST", "build", "discounts", "merged"]
@@ -33,7 +33,6 @@ BITS = np.uint64(21)  # of a token id in a packed n-gram
 LARGEST = 1 << int(BITS)
 MASK = np.uint64(LARGEST - 1)
 KATZ = 5  # counts above this are not discounted (Katz 1987)
-MEMORY = 512  # MB
 BYTES_A_TOKEN, BYTES_AN_ENTRY = 96, 160  # that counting a token of a chunk and merging an entry of a run take
 MOST = 2**32 - 1
 NOTHING = 1e-6  # a probability that rounding may leave
@@ -42,14 +41,8 @@ Keys = NDArray[np.uint64]
 Counts = NDArray[np.int64]
 
 
-def build(
-    documents: Documents, vocab_size: int, folder: Path, options: Mapping[str, Any], report: Report
-) -> dict[str, Any]:
-    """Write the arrays of a model into ``folder``; see ``Tables.build``.
-
-    options  memory: MB to use at most, besides one document
-    """
-    memory = _memory(options)
+def build(documents: Documents, vocab_size: int, folder: Path, memory: int, report: Report) -> dict[str, Any]:
+    """Write the arrays of a model into ``folder``; see ``Tables.build``."""
     if vocab_size > LARGEST:
         raise InputError(f"n-grams are counted for vocabularies of at most {LARGEST:,} tokens, got {vocab_size:,}")
     scratch = folder / "scratch"
@@ -63,8 +56,7 @@ def build(
     falls = [discounts(_counts_of_counts(unigrams, block))]
     falls += [discounts(_counts_of_counts(_opened(scratch / f"order{n}", "counts"), block)) for n in (2, 3)]
     base = _unigram(unigrams, falls[0])
-    with ArrayWriter(folder, "unigram", "<f4") as out:
-        out.append(base)
+    write_array(folder, "unigram", "<f4", base)
     _bigrams(folder, scratch / "order2", base, falls[1], block)
     _trigrams(folder, scratch, base, falls[1:], block)
     shutil.rmtree(scratch)
@@ -74,14 +66,6 @@ def build(
         "trigrams": entries[1],
         "discounts": {str(n): fall.tolist() for n, fall in enumerate(falls, 1)},
     }
-
-
-def _memory(options: Mapping[str, Any]) -> int:
-    value = options.get("memory")
-    megabytes = MEMORY if value is None else int(value)
-    if megabytes < 1:
-        raise InputError(f"memory must be at least 1 MB, got {megabytes}")
-    return megabytes << 20
 
 
 # --- counting -------------------------------------------------------------------------------------------------------
@@ -154,8 +138,7 @@ def _sums(values: NDArray[Any], first: NDArray[np.int64]) -> NDArray[Any]:
 def _write_run(path: Path, keys: Keys, counts: Counts) -> None:
     path.mkdir()
     for name, values in (("keys", keys), ("counts", counts)):
-        with ArrayWriter(path, name, values.dtype.str) as out:
-            out.append(values)
+        write_array(path, name, values.dtype.str, values)
 
 
 def _opened(path: Path, name: str) -> NDArray[Any]:
@@ -275,8 +258,7 @@ def _bigrams(folder: Path, merged2: Path, base: NDArray[np.float32], fall: NDArr
             totals, kept, lower = (_sums(values, begins[at]) for values in parts)
             norm[low + at], alpha[low + at] = _backoff(totals, kept, lower, lengths[at] == vocab_size)
     for name, values, kind in (("starts2", starts, "<i8"), ("norm2", norm, "<f4"), ("alpha2", alpha, "<f4")):
-        with ArrayWriter(folder, name, kind) as one:
-            one.append(values)
+        write_array(folder, name, kind, values)
 
 
 def _trigrams(

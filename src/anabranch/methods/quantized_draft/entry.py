@@ -9,7 +9,7 @@ from torch import nn
 
 from anabranch.drafting.drafter import Drafter, Method, numbered
 from anabranch.drafting.settings import Settings
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError
 from anabranch.methods.quantized_draft.copy import COPY, QuantizedCopy
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.lead import LeadStreamDrafter
@@ -31,16 +31,12 @@ class QuantizedSettings(Settings):
             where one row is decoded and none for several
     """
 
+    load = "tokens"
     tokens: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.tokens != "auto" and not (self.tokens.isdigit() and 1 <= int(self.tokens) <= MOST):
-            raise InputError(f"tokens must be auto or a number from 1 to {MOST}, got {self.tokens!r}")
-
-    @property
-    def adaptive(self) -> bool:
-        """Return whether ``tokens=auto``."""
-        return self.tokens == "auto"
+        super().__post_init__()
+        self.check_count("tokens", 1, MOST)
 
 
 def _build(target: Decoder, settings: QuantizedSettings, module: nn.Module | None) -> Drafter:

@@ -12,7 +12,7 @@ so on. Each group takes one pass over the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.drafting.tables import ArrayWriter, Documents, Report
+from anabranch.drafting.tables import ArrayWriter, Documents, Report, write_array
 from anabranch.errors import InputError
 
 __all__ = ["WIDTH", "build", "text_type"]
 
 WIDTH = 16  # tokens by which suffixes are ordered
-MEMORY = 512  # MB
 BYTES_A_SUFFIX = 96  # that sorting takes
 READ = 1 << 20  # tokens of the text that are looked at at a time
 LARGEST = 2**32 - 1  # tokens of a text: places are uint32
@@ -40,23 +39,13 @@ def text_type(vocab_size: int) -> str:
     return "<u2" if vocab_size < 1 << 16 else "<u4"
 
 
-def build(
-    documents: Documents, vocab_size: int, folder: Path, options: Mapping[str, Any], report: Report
-) -> dict[str, Any]:
-    """Write the arrays of a datastore into ``folder``; see ``Tables.build``.
-
-    options  memory: MB to use at most, besides one document
-    """
-    given = options.get("memory")
-    megabytes = MEMORY if given is None else int(given)
-    if megabytes < 1:
-        raise InputError(f"memory must be at least 1 MB, got {megabytes}")
+def build(documents: Documents, vocab_size: int, folder: Path, memory: int, report: Report) -> dict[str, Any]:
+    """Write the arrays of a datastore into ``folder``; see ``Tables.build``."""
     count, size, firsts = _write_text(documents, vocab_size, folder, report)
     text = _Text(np.load(folder / "text.npy", mmap_mode="r", allow_pickle=False), vocab_size)
     starts = np.concatenate(([0], np.cumsum(firsts)))
-    with ArrayWriter(folder, "starts", "<i8") as out:
-        out.append(starts)
-    room = max(1024, (megabytes << 20) // BYTES_A_SUFFIX)
+    write_array(folder, "starts", "<i8", starts)
+    room = max(1024, memory // BYTES_A_SUFFIX)
     with ArrayWriter(folder, "places", "<u4") as out:
         for places in _groups(text, (), firsts, room):
             out.append(_sorted(text, places))

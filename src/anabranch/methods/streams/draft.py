@@ -93,6 +93,7 @@ class StreamSettings(StreamTrees):
                conditions its streams on the emitted token, otherwise ride
     """
 
+    least = (("shortlist", 0),)
     shortlist: int = 0
     condition: bool = True
     copy: bool = False
@@ -102,8 +103,6 @@ class StreamSettings(StreamTrees):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shortlist < 0:
-            raise InputError(f"shortlist must be at least 0, got {self.shortlist}")
         if not 0 <= self.prune_threshold < 1:
             raise InputError(f"prune_threshold must be a probability below 1, got {self.prune_threshold}")
 

@@ -1,9 +1,0 @@
-"""Options of ``anabranch train datastore``, without torch."""
-
-from __future__ import annotations
-
-from anabranch.learning.recipe import Option, Training
-
-__all__ = ["TRAINING"]
-
-TRAINING = Training("a datastore", {"memory": Option(int, "use at most this many MB (default: 512)")})
