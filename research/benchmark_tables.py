@@ -278,7 +278,7 @@ def _shape(result: Result) -> list[str]:
 
 
 def _tables(result: Result) -> list[str]:
-    """Building tables of a large text and drafting from them (``research/tables_at_size.py``)."""
+    """Building tables of a large text and drafting from them."""
     rows = [
         (
             f"`{name}`",

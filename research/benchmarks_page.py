@@ -15,17 +15,9 @@ from anabranch.bench.figures import leading
 from bar_chart import Bar, bar_chart
 from benchmark_tables import at_a_time, certificates, kind_of, machine_line, table, tables_of, throughput
 from generated import PICTURES, Result, results, write_or_check
-from targets import LLAMA, TARGETS, Run, ours, over, peer, run_of
+from targets import LLAMA, MACHINES, SUITES, TARGETS, Run, ours, over, peer, run_of
 
 INDEX, PAGES = "docs/benchmarks.md", "docs/benchmarks"
-# all of these processors report the same name, so machines are told apart by the names of the result files
-MACHINES = {
-    "epyc-zen5-2cores": "AMD EPYC Zen 5, AVX-512",
-    "epyc-avx512-2cores": "AMD EPYC Zen 5, AVX-512",
-    "epyc-zen4-2cores": "AMD EPYC Zen 4, AVX-512",
-    "epyc-avx2-2cores": "AMD EPYC, AVX2",
-}
-SUITES = {"spec_bench": "Spec-Bench", "humaneval": "HumanEval"}
 ENGINES = "Drafters and other engines"
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, kinds of results
     ("engines", "How fast is it compared with other engines?", (ENGINES,)),

@@ -9,13 +9,14 @@ from typing import Any
 
 from generated import results
 
-__all__ = ["LLAMA", "TARGETS", "Run", "machine", "ours", "over", "peer", "run_of", "runs"]
+__all__ = ["LLAMA", "MACHINES", "SUITES", "TARGETS", "Run", "machine", "ours", "over", "peer", "run_of", "runs"]
 
 # all of these processors report the same name, so machines are told apart by the names of the result files
 MACHINES = {
     "epyc-zen5-2cores": "AMD EPYC (Zen 5)",
     "epyc-avx512-2cores": "AMD EPYC (Zen 5)",
     "epyc-zen4-2cores": "AMD EPYC (Zen 4)",
+    "epyc-avx2-2cores": "AMD EPYC, AVX2",
 }
 TARGETS = {  # name -> how the names of its result files begin
     "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b-",
