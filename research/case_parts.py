@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from anabranch.bench.contenders import Contender, Ours, Prompts, Served
 from anabranch.bench.entries import PLAIN, Entry, open_entry
-from anabranch.bench.run import Encoded, Load, one_by_one, rounds, warm_up
+from anabranch.bench.run import Contender, Encoded, Load, Ours, Outcome, Prompts, one_by_one, rounds, warm_up
 from anabranch.bench.suites import SuitePrompt
 from anabranch.bench.summary import gather, summarise, summarise_rows
 from anabranch.certify import certify
@@ -110,7 +109,7 @@ class _Forgetting:
     def __init__(self, ours: Ours, build: Callable[[], Drafter]) -> None:
         self.ours, self.build = ours, build
 
-    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Outcome:
         """As ``Ours.serve``, with a new drafter."""
         self.ours.drafter = self.build()
         return self.ours.serve(prompts, rows=rows, max_new_tokens=max_new_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from anabranch.bench import machine, session, shapes
-from anabranch.bench.contenders import Ours, Served
+from anabranch.bench.run import Ours, Outcome
 
 Stopped = Callable[..., None]
 
@@ -29,7 +29,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
     serve = Ours.serve
     calls = {"left": 0, "signal": signal.SIGINT}
 
-    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Served:
+    def interrupted(self: Ours, *arguments: Any, **options: Any) -> Outcome:
         calls["left"] -= 1
         if calls["left"] == 0:
             signal.raise_signal(calls["signal"])

@@ -13,7 +13,7 @@ import pytest
 
 from anabranch.analysis.simulate import simulate
 from anabranch.analysis.trace import read_trace
-from anabranch.bench.contenders import Ours, Served
+from anabranch.bench.run import Ours
 from anabranch.errors import InputError
 from anabranch.prompts import chat_ids
 from toy_text import ToyFolders, byte_tokenizer
@@ -215,7 +215,7 @@ def test_a_contender_that_cannot_be_had_is_an_error_and_the_others_go_on(bench: 
 def test_one_that_breaks_on_the_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     serve, calls = Ours.serve, dict[Ours, int]()
 
-    def breaks(self: Ours, *arguments: Any, **options: Any) -> Served:
+    def breaks(self: Ours, *arguments: Any, **options: Any) -> Any:
         calls[self] = calls.get(self, 0) + 1
         if self is list(calls)[-1] and calls[self] == 3:
             raise RuntimeError("[it] broke")
@@ -232,7 +232,7 @@ def test_one_that_breaks_on_the_way(bench: Bench, monkeypatch: pytest.MonkeyPatc
     assert "no contender could be measured" in nobody.err
 
 
-def _fail(*arguments: Any, **options: Any) -> Served:
+def _fail(*arguments: Any, **options: Any) -> Any:
     raise RuntimeError("no luck")
 
 

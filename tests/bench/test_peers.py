@@ -282,16 +282,16 @@ def _open(name: str, target: Target, sampling: SamplingParams | None = None) -> 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["transformers", "transformers-lookup:tokens=4", "transformers-assisted"])
 def test_transformers_decodes_what_we_decode(toys: ToyFolders, name: str) -> None:
-    from anabranch.bench.contenders import Ours
+    from anabranch.bench.run import Ours
     from anabranch.methods import make_drafter
 
     target = load_target(str(toys.model), dtype="float32")
     prompt = target.tokenizer.encode("the river, the river, the")
     ours = Ours(target, make_drafter("none", target.decoder), capacity=64, call={})
-    (expected,) = ours.serve([prompt], rows=1, max_new_tokens=16).runs
+    (expected,) = ours.serve([prompt], rows=1, max_new_tokens=16).answers
     peer = _open(f"{name}:assistant={toys.model}" if name.endswith("assisted") else name, target)
     try:
-        (run,) = peer.serve([prompt], rows=1, max_new_tokens=16).runs
+        (run,) = peer.serve([prompt], rows=1, max_new_tokens=16).answers
         assert run.token_ids == expected.token_ids
         assert 0 < run.arrivals[0][0] <= run.seconds
         assert peer.info["weights"] == "float32"

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from anabranch.bench.contenders import Ours, Run, Served
-from anabranch.bench.run import Answer, Encoded, Load, Outcome, Round, one_by_one, rounds, warm_up
+from anabranch.bench.run import Answer, Encoded, Load, Ours, Outcome, Round, one_by_one, rounds, warm_up
 from anabranch.bench.suites import SuitePrompt
 from anabranch.bench.summary import ContenderAnswers, gather, quartiles, summarise, summarise_rows
 from anabranch.decoding.engine import Request
@@ -26,13 +25,13 @@ class Known:
         self.rate, self.breaks, self.tells_first = rate, breaks, tells_first
         self.calls: list[tuple[list[list[int]], int, int]] = []
 
-    def serve(self, prompts: Sequence[Sequence[int]], *, rows: int, max_new_tokens: int) -> Served:
+    def serve(self, prompts: Sequence[Sequence[int]], *, rows: int, max_new_tokens: int) -> Outcome:
         self.calls.append(([list(ids) for ids in prompts], rows, max_new_tokens))
         if self.breaks is not None and len(self.calls) > self.breaks:
             raise RuntimeError("it broke\nbadly")
         seconds = max_new_tokens / self.rate
         arrivals = [(0.1, 1), (seconds, max_new_tokens - 1)] if self.tells_first else []
-        return Served([Run([7] * max_new_tokens, seconds, arrivals) for _ in prompts], seconds)
+        return Outcome([Answer([7] * max_new_tokens, seconds, arrivals) for _ in prompts], seconds)
 
 
 def measured(contenders: dict[str, Known], **options: Any) -> list[ContenderAnswers]:
@@ -138,8 +137,8 @@ def test_a_slow_contender_decodes_some_of_the_prompts_and_is_compared_on_these()
 
 def test_an_answer_without_tokens_is_an_error() -> None:
     class Mute(Known):
-        def serve(self, prompts: Sequence[Sequence[int]], *, rows: int, max_new_tokens: int) -> Served:
-            return Served([Run([], 1.0)], 1.0)
+        def serve(self, prompts: Sequence[Sequence[int]], *, rows: int, max_new_tokens: int) -> Outcome:
+            return Outcome([Answer([], 1.0)], 1.0)
 
     (record,) = records({"none": Mute(1.0)})
     assert "returned no tokens" in record["error"]
@@ -251,5 +250,7 @@ def test_rows_decode_what_each_prompt_decodes_alone() -> None:
         ours = Ours(target, make_drafter(spec, target.decoder), capacity=30, call={})
         for rows, several in ((2, prompts), (1, prompts[:1])):
             served = ours.serve(several, rows=rows, max_new_tokens=9)
-            assert [run.token_ids for run in served.runs] == alone[: len(several)]
-            assert all(0 < run.prefill_seconds < run.arrivals[0][0] <= served.seconds for run in served.runs)
+            assert served.texts == alone[: len(several)]
+            for answer in served.answers:
+                assert answer.stats is not None
+                assert 0 < answer.stats.prefill_seconds < answer.arrivals[0][0] <= served.seconds

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal
 
-from anabranch.bench.contenders import Contender, Ours
 from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
+from anabranch.bench.run import Contender, Ours
 from anabranch.control.controller import Controller
 from anabranch.control.profiles import settle
 from anabranch.declared import Keywords

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from anabranch.analysis.trace import TraceRecord, TraceWriter, read_trace
-from anabranch.bench.contenders import Run
 from anabranch.bench.entries import Entry
+from anabranch.bench.run import Answer
 from anabranch.decoding.engine import Step
 from anabranch.errors import FileError, InputError
 from anabranch.support.files import check_folder, check_output
@@ -55,7 +55,7 @@ class Recordings:
     def __init__(self, places: Mapping[str, Path], specs: Mapping[str, str], settings: Mapping[str, Any]) -> None:
         self.places, self.specs, self.settings = places, specs, settings
         self._writers: dict[str, TraceWriter] = {}
-        self._taken: dict[str, list[Step]] = {}
+        self._taken: dict[str, Sequence[Step]] = {}
         self._exits = ExitStack()
 
     def __enter__(self) -> Recordings:
@@ -71,10 +71,10 @@ class Recordings:
         """The files that have been started."""
         return [writer.path for writer in self._writers.values()]
 
-    def take(self, name: str, run: Run) -> None:
-        """Keep the steps of a run, if it is the first of its prompt."""
+    def take(self, name: str, answer: Answer) -> None:
+        """Keep the steps of an answer, if it is the first of its prompt."""
         if name in self.places:
-            self._taken.setdefault(name, run.steps)
+            self._taken.setdefault(name, answer.steps)
 
     def write(self, index: int, names: Sequence[str]) -> None:
         """Write the steps of prompt ``index`` for the contenders ``names``, and discard the rest."""

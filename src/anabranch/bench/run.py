@@ -14,24 +14,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from anabranch.bench.contenders import Contender, Run, Served
 from anabranch.bench.suites import SuitePrompt
-from anabranch.decoding.engine import Step
+from anabranch.control.controller import Controller
+from anabranch.declared import Keywords
+from anabranch.decoding.engine import Engine, Request, Step
+from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
+from anabranch.drafting.drafter import Drafter
 from anabranch.errors import AnabranchError
+from anabranch.model.load import Target
+from anabranch.options import requests
 from anabranch.tree import DraftTree
 
 __all__ = [
     "FAILURES",
     "Answer",
+    "Contender",
     "Encoded",
     "Load",
+    "Ours",
     "Outcome",
     "Pass",
+    "Prompts",
     "Round",
     "describe",
     "one_by_one",
@@ -88,7 +96,8 @@ WARM_UP_TOKENS = 16
 
 Encoded = tuple[SuitePrompt, Sequence[int]]
 Report = Callable[[int, int, str], None]
-Take = Callable[[str, Run], None]
+Take = Callable[[str, "Answer"], None]
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -116,22 +125,35 @@ def one_by_one(prompts: Sequence[Encoded]) -> list[Load]:
 
 @dataclass(frozen=True)
 class Answer:
-    """The stored result of decoding one prompt: a ``Run`` whose steps are counted.
+    """The result of decoding one prompt.
 
-    passes  our own forward passes one by one, if this is an example to show
+    seconds   from the submission to the last token
+    arrivals  seconds since the submission and number of tokens, for each arrival of tokens; empty if a peer does not
+              report them
+    stats     of our own steps
+    passes    our own forward passes one by one, if this is an example to show
+    steps     our own steps, until the answer is stored
     """
 
     token_ids: list[int]
     seconds: float
-    arrivals: tuple[tuple[float, int], ...] = ()
+    arrivals: Sequence[tuple[float, int]] = ()
     stats: Stats | None = None
     passes: tuple[Pass, ...] = ()
+    steps: Sequence[Step] = ()
 
     @staticmethod
-    def of(run: Run, *, shown: bool = False) -> Answer:
-        """Count the steps of a run, and keep what each did if it will be ``shown``."""
-        passes = tuple(passes_of(run.steps)) if shown else ()
-        return Answer(list(run.token_ids), run.seconds, tuple(run.arrivals), run.stats, passes)
+    def of(steps: Sequence[Step], times: Sequence[float], prefill_seconds: float, prefill_tokens: int) -> Answer:
+        """The answer of our own steps, which ended ``times`` seconds after the submission."""
+        stats = Stats.of(steps)
+        stats.seconds, stats.prefill_seconds, stats.prefill_tokens = times[-1], prefill_seconds, prefill_tokens
+        tokens = [token for step in steps for token in step.tokens]
+        arrivals = tuple((at, len(step.tokens)) for at, step in zip(times, steps, strict=True))
+        return Answer(tokens, times[-1], arrivals, stats, steps=steps)
+
+    def stored(self, *, shown: bool = False) -> Answer:
+        """The same without its steps, whose trees take memory; with what each did if it will be ``shown``."""
+        return replace(self, passes=tuple(passes_of(self.steps)) if shown else (), steps=())
 
     @property
     def tokens_per_second(self) -> float:
@@ -186,13 +208,12 @@ class Answer:
 class Outcome:
     """A contender's answers to a load, in the order of its prompts, and the seconds that all of them took."""
 
-    answers: tuple[Answer, ...]
+    answers: Sequence[Answer]
     seconds: float
 
-    @staticmethod
-    def of(served: Served, *, shown: bool = False) -> Outcome:
-        """Count the steps of what was served."""
-        return Outcome(tuple(Answer.of(run, shown=shown) for run in served.runs), served.seconds)
+    def stored(self, *, shown: bool = False) -> Outcome:
+        """The same with answers as they are kept."""
+        return Outcome([answer.stored(shown=shown) for answer in self.answers], self.seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -203,6 +224,101 @@ class Outcome:
     def texts(self) -> list[list[int]]:
         """The new tokens of each prompt."""
         return [answer.token_ids for answer in self.answers]
+
+
+class Contender(Protocol):
+    """Something that decodes prompts, one or several at a time."""
+
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Outcome:
+        """Decode all prompts as configured, ``rows`` at a time, up to the end token or ``max_new_tokens``."""
+
+
+class Ours:
+    """One drafter on the scheduler.
+
+    Several prompts have a scheduler of their own, so that calls do not reuse each other's prefixes; single prompts
+    share one that keeps none. The cache is allocated before the clock starts, as that of a server is: the first write
+    to some hundred MB takes 0.04 to 0.9 s. An adaptive drafter keeps a controller for each number of rows.
+
+    capacity    tokens of the longest prompt and its completion
+    call        the options of decoding; those left out are the defaults of the model's generation config
+    spec        the drafter's specification, "auto" resolved
+    controller  makes the controller of an adaptive drafter; None: the engine's own
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        capacity: int,
+        call: Keywords,
+        spec: str = "",
+        controller: Callable[[], Controller] | None = None,
+    ) -> None:
+        self.target, self.drafter, self.capacity = target, drafter, capacity
+        self.call, self.spec = call, spec
+        self._make_controller = controller
+        self._controllers: dict[int, Controller] = {}
+        self._alone: Scheduler | None = None
+
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Outcome:
+        """Keep ``rows`` prompts in progress until none is left."""
+        batch = requests(prompts, self.target, {**self.call, "max_new_tokens": max_new_tokens})
+        if len(batch) == 1:
+            self._alone = self._alone or self._scheduler(rows, prefix_bytes=0)
+            engine = self._reserved(self._alone)
+            engine.rehearse(batch[0])
+            return self._serve(self._alone, batch)
+        scheduler = self._scheduler(rows)
+        self._reserved(scheduler)
+        try:
+            return self._serve(scheduler, batch)
+        finally:
+            scheduler.close()
+
+    def _scheduler(self, rows: int, prefix_bytes: int | None = None) -> Scheduler:
+        if self._make_controller is not None and rows not in self._controllers:
+            self._controllers[rows] = self._make_controller()
+        controller = self._controllers.get(rows)
+        return Scheduler(self.target.decoder, rows=rows, controller=controller, prefix_bytes=prefix_bytes)
+
+    def _reserved(self, scheduler: Scheduler) -> Engine:
+        """The engine of an idle scheduler, with its cache."""
+        if scheduler.engine is None:
+            scheduler.reserve(self.drafter, self.capacity)
+        assert scheduler.engine is not None
+        return scheduler.engine
+
+    def _serve(self, scheduler: Scheduler, requests: Sequence[Request]) -> Outcome:
+        answers: dict[int, Answer] = {}
+        waiting = iter(enumerate(requests))
+        in_progress: dict[Ticket, tuple[int, float, list[Step], list[float]]] = {}
+
+        def submit() -> None:
+            if (upcoming := next(waiting, None)) is not None:
+                place, request = upcoming
+                in_progress[scheduler.submit(request, self.drafter)] = (place, time.perf_counter(), [], [])
+
+        began = time.perf_counter()
+        for _ in range(scheduler.rows):
+            submit()
+        while scheduler.busy:
+            produced = scheduler.tick()
+            now = time.perf_counter()
+            for ticket in in_progress:
+                if ticket.error is not None:
+                    raise ticket.error
+            for ticket, step in produced:
+                place, submitted, steps, times = in_progress[ticket]
+                steps.append(step)
+                times.append(now - submitted)
+                if step.finish is not None:
+                    prompt = len(requests[place].prompt_ids) - 1
+                    answers[place] = Answer.of(steps, times, ticket.prefill_seconds, prompt)
+                    del in_progress[ticket]
+                    submit()
+        return Outcome([answers[place] for place in range(len(requests))], time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -257,7 +373,7 @@ def rounds(
     A contender that fails is left out from then on; if none is left, the rounds end.
 
     report  called with loads done, loads in total, and what is next
-    take    called with the run of every prompt, outside the timing
+    take    called with the answer to every prompt and its steps, outside the timing
     shown   keep what the forward passes did on this many loads, the first ones
     every   contenders that serve only every n-th load, from the first on
     """
@@ -275,15 +391,15 @@ def rounds(
                 report(index, len(loads), f"{name} {load}")
                 try:
                     served = contenders[name].serve(load.ids, rows=load.rows, max_new_tokens=max_new_tokens)
-                    if not all(run.token_ids for run in served.runs):
+                    if not all(served.texts):
                         raise RuntimeError("it returned no tokens")
                 except FAILURES as error:
                     failed.add(name)
                     done.errors[name] = describe(error)
                     done.outcomes.pop(name, None)
                     continue
-                done.outcomes.setdefault(name, []).append(Outcome.of(served, shown=index < shown))
-                for run in served.runs:
-                    take(name, run)
+                done.outcomes.setdefault(name, []).append(served.stored(shown=index < shown))
+                for answer in served.answers:
+                    take(name, answer)
         yield done
         report(index + 1, len(loads), "")

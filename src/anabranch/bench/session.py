@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from anabranch.bench.contenders import Contender
 from anabranch.bench.entries import Entry, open_entry, plain_of
 from anabranch.bench.journal import Journal
 from anabranch.bench.machine import measure_machine
@@ -23,6 +22,7 @@ from anabranch.bench.report import SCHEMA, environment
 from anabranch.bench.run import (
     FAILURES,
     Answer,
+    Contender,
     Encoded,
     Load,
     Report,

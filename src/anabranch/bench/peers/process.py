@@ -28,7 +28,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn, TypeGuard
 
-from anabranch.bench.contenders import Prompts, Run, Served
+from anabranch.bench.run import Answer, Outcome, Prompts
 from anabranch.errors import AnabranchError, InputError
 from anabranch.sampling import SamplingParams
 
@@ -102,7 +102,7 @@ class Peer:
             self.close()
             raise
 
-    def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Run:
+    def decode(self, prompt_ids: Sequence[int], *, max_new_tokens: int) -> Answer:
         """Decode one prompt. Raises PeerError for an incomplete or implausible answer."""
         if not len(prompt_ids) or max_new_tokens < 1:
             raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
@@ -114,21 +114,23 @@ class Peer:
             self._fail(f"sent an invalid answer: its times are {seconds!r} s, and {first!r} s to the first token")
         self._remember_peak(reply)
         arrivals = [] if first is None else [(first, 1), (seconds, len(tokens) - 1)]
-        return Run(tokens, seconds, [(at, count) for at, count in arrivals if count])
+        return Answer(tokens, seconds, [(at, count) for at, count in arrivals if count])
 
-    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Served:
+    def serve(self, prompts: Prompts, *, rows: int, max_new_tokens: int) -> Outcome:
         """Decode one prompt, or several in batches of ``rows``, each of which starts after the previous one has ended.
 
         Raises PeerError as ``decode`` and ``batch`` do.
         """
         if len(prompts) == 1:
-            run = self.decode(prompts[0], max_new_tokens=max_new_tokens)
-            return Served([run], run.seconds)
+            answer = self.decode(prompts[0], max_new_tokens=max_new_tokens)
+            return Outcome([answer], answer.seconds)
         starts = range(0, len(prompts), rows)
         batches = [self.batch(prompts[start : start + rows], max_new_tokens=max_new_tokens) for start in starts]
-        return Served([run for batch in batches for run in batch.runs], sum(batch.seconds for batch in batches))
+        return Outcome(
+            [answer for batch in batches for answer in batch.answers], sum(batch.seconds for batch in batches)
+        )
 
-    def batch(self, prompts: Prompts, *, max_new_tokens: int) -> Served:
+    def batch(self, prompts: Prompts, *, max_new_tokens: int) -> Outcome:
         """Decode a batch. Raises PeerError if that is not supported, or for an incomplete or invalid answer."""
         if not prompts or not all(map(len, prompts)) or max_new_tokens < 1:
             raise InputError("a peer needs at least one prompt token and max_new_tokens of at least 1")
@@ -144,8 +146,8 @@ class Peer:
             self._fail(f"sent an invalid answer: the times of its {len(steps)} steps do not match its tokens")
         self._remember_peak(reply)
         times = [steps[: len(tokens)] for tokens in texts]
-        runs = [Run(ids, at[-1] if at else seconds, [(t, 1) for t in at]) for ids, at in zip(texts, times, strict=True)]
-        return Served(runs, seconds)
+        pairs = zip(texts, times, strict=True)
+        return Outcome([Answer(ids, at[-1] if at else seconds, [(t, 1) for t in at]) for ids, at in pairs], seconds)
 
     def _checked(self, tokens: Any, max_new_tokens: int) -> list[int]:
         """The new tokens of one prompt, validated."""
