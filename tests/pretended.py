@@ -313,7 +313,7 @@ def _register() -> None:
                 *libraries,
             ],
             check=True,
-            timeout=120,
+            timeout=600,
         )
         ctypes.CDLL(str(made))
 

@@ -153,6 +153,20 @@ def test_one_row_at_a_time_and_several_together(kind: str, packed: bool) -> None
             assert steps[6] < 60 / 4, "drafts were accepted"
 
 
+@needs_kernels
+def test_a_context_without_bound_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, places = list[int](), Decoder.places
+
+    def counted(target: Decoder, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        listed.append(len(positions))
+        return places(target, positions, dtype)
+
+    monkeypatch.setattr(Decoder, "places", counted)
+    ours.__wrapped__("dynamic", packed=True)
+    assert listed
+    assert max(listed) < 1000
+
+
 def captured(compute: Compute, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], None], Outputs]:
     """A graph as far as a CPU has them: computed anew at the addresses of the first time."""
     outputs = tuple(output.clone() for output in compute(*inputs))

@@ -214,7 +214,7 @@ def test_a_killed_server_leaves_whole_files(toys: ToyFolders, tmp_path: Path) ->
                         )
                         for n in range(12)
                     ]
-                    until(lambda load=load: any(each.done() for each in load))
+                    until(lambda load=load: any(each.done() for each in load) and any(tmp_path.glob("*/*.safetensors")))
                     process.kill()
                     for each in load:
                         with suppress(httpx.TransportError):  # the server is gone, and says so

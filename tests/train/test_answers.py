@@ -479,7 +479,7 @@ def test_a_shard_whose_worker_is_killed_loses_nothing(toys: ToyFolders, tmp_path
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def ended(process: subprocess.Popen[str]) -> str:
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
         return said
 
@@ -490,7 +490,7 @@ def test_a_shard_whose_worker_is_killed_loses_nothing(toys: ToyFolders, tmp_path
     killed.kill()
     killed.communicate()
     again = [start("--out", parts, "--shard", "2/2") for _ in range(2)]
-    outcomes = sorted((process.wait(120), process.communicate()[0]) for process in again)
+    outcomes = sorted((process.wait(300), process.communicate()[0]) for process in again)
     assert outcomes[0][0] == 0
     assert outcomes[1][0] == 0 or "another process writes to" in outcomes[1][1]
     assert "cat " in ended(first)

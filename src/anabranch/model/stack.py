@@ -159,9 +159,10 @@ class Stack:
 
     def _places(self, target: Network) -> native.Table:
         """The embeddings of positions in the weights' type; empty if there are none."""
+        if target.places(torch.arange(0), self.dtype) is None:
+            return native.Table()  # before all positions are listed: of a context without bound they take 8 GB
         places = target.places(torch.arange(self.config.max_positions), self.dtype)
-        if places is None:
-            return native.Table()
+        assert places is not None
         self._kept.append(places)
         return native.Table(rows=places.data_ptr(), packed=0, words=len(places))
 
