@@ -62,7 +62,9 @@ def serve() -> None:
 
     settings = json.loads(sys.stdin.readline())
     answers, sys.stdout = sys.stdout, sys.stderr
-    model = anabranch.load("default", **{name: settings[name] for name in ("dtype", "quantize", "drafter", "adapter")})
+    model = anabranch.load(
+        settings["model"], **{name: settings[name] for name in ("dtype", "quantize", "drafter", "adapter")}
+    )
     prompts = [model.chat_ids([{"role": "user", "content": text}]) for text in settings["prompts"]]
     if settings["drafter"] is None:
         print("{}", file=answers, flush=True)
@@ -107,7 +109,7 @@ def compare_tokens(args: argparse.Namespace, prompts: list[str]) -> bool:
                     continue
                 if worker is None:
                     settings = {"dtype": "float32" if dtype == "float32" else "auto", "quantize": "none"}
-                    settings |= {"drafter": None, "adapter": args.adapter, "prompts": prompts}
+                    settings |= {"model": "default", "drafter": None, "adapter": args.adapter, "prompts": prompts}
                     worker = Worker(__file__, checkout, settings)
                 options = {"drafter": drafter, "rows": rows, "max_new_tokens": new, **MODES[mode]}
                 kept[key] = worker.ask(json.dumps(options))
@@ -135,10 +137,10 @@ def compare_tokens(args: argparse.Namespace, prompts: list[str]) -> bool:
 def compare(case: str, args: argparse.Namespace, prompts: list[str], suites: list[str]) -> dict[str, Any]:
     """The result of a case; ``suites`` has the suite of each prompt."""
     kind, _, drafter = case.partition(":")
-    quantize = "none" if kind in ("bf16", "float32") else kind
+    quantize = {"bf16": "none", "float32": "none", "stored": "auto"}.get(kind, kind)
     dtype = "float32" if kind == "float32" else "auto"
     settings = {"dtype": dtype, "quantize": quantize, "drafter": drafter or "auto", "prompts": prompts}
-    settings |= {"max_new_tokens": args.max_new_tokens or 128, "adapter": args.adapter}
+    settings |= {"model": args.model, "max_new_tokens": args.max_new_tokens or 128, "adapter": args.adapter}
     workers = {"before": Worker(__file__, args.before.resolve(), settings), "now": Worker(__file__, HERE, settings)}
     rates: dict[str, list[float]] = {"before": [], "now": []}
     same = 0
@@ -184,6 +186,7 @@ def limited(suite: str, limit: int) -> tuple[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="default", help="without --tokens: the target")
     parser.add_argument("--before", type=Path, help="the other checkout")
     parser.add_argument(
         "--suite", action="append", metavar="NAME[:N]", help="prompts, at most N (default: spec_bench); repeatable"
@@ -198,7 +201,7 @@ def main() -> None:
     parser.add_argument("--dtype", action="append", choices=("float32", "bf16"), help="with --tokens; repeatable")
     parser.add_argument("--rows", action="append", type=int, help="with --tokens; repeatable (default: 1 and 8)")
     parser.add_argument(
-        "--case", action="append", help="float32, bf16, int8 or int4, a colon, and a drafter; repeatable"
+        "--case", action="append", help="float32, bf16, int8, int4 or stored, a colon, and a drafter; repeatable"
     )
     parser.add_argument("--out", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()

@@ -343,21 +343,19 @@ def _found(kernels: native.Library, weights: Mapping[str, _Weight], files: Seque
     entry = PackedFile.find(files, key_of(files, _layout()))
     if entry is None:
         return None
+    check_memory(entry.nbytes, torch.device("cpu"))
     try:
-        made = {}
+        parts, made = entry.parts(), {}
         for name, weight in weights.items():
             if name != EMBEDDING:
-                memory = entry.part(name)
-                made[name] = StoredWeight(kernels.adopt(memory, *weight.shape, kind=weight.kind), memory)
-        return _Packed(made, _rows(entry, weights[EMBEDDING]), str(entry.facts["fingerprint"]))
-    except (AssertionError, KeyError, ValueError):
+                made[name] = StoredWeight(kernels.adopt(parts[name], *weight.shape, kind=weight.kind), parts[name])
+        ((_, table),) = weights[EMBEDDING].parts
+        return _Packed(made, parts[EMBEDDING].view(table.shape[0], -1), str(entry.facts["fingerprint"]))
+    except OSError:
+        return None
+    except (AssertionError, KeyError, ValueError, RuntimeError):
         entry.remove()
         return None
-
-
-def _rows(entry: PackedFile, weight: _Weight) -> Tensor:
-    ((_, matrix),) = weight.parts
-    return entry.part(EMBEDDING).view(matrix.shape[0], -1)
 
 
 def _copied(table: Matrix) -> Tensor:
@@ -401,10 +399,10 @@ def _pack(
             done += sum(matrix.nbytes for _, matrix in weight.parts)
             if progress is not None:
                 progress(done, total)
-        entry = None if writer is None else writer.commit({"fingerprint": identity.fingerprint})
+        if writer is not None:
+            writer.commit({"fingerprint": identity.fingerprint})
     finally:
         if writer is not None:
             writer.discard()
-    # a copy, since the file may be replaced while the model is in use; in the cache directory it stays
-    rows = _copied(table) if entry is None else _rows(entry, weights[EMBEDDING])
-    return _Packed(made, rows, identity.fingerprint)
+    # a copy, since the file may be replaced while the model is in use
+    return _Packed(made, _copied(table), identity.fingerprint)

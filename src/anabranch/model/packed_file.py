@@ -1,8 +1,10 @@
-"""Packed weights kept in the user's cache directory, so that the next load maps them instead of packing again.
+"""Packed weights kept in the user's cache directory, so that the next load reads them instead of packing again.
 
     folder/<name>-<key>.packed      a file for each model, never changed: written under another name, then renamed
 
     parts, each aligned to a page | facts as JSON: parts by name, and whatever the loader wants to know | trailer
+
+They are read into large pages, over which a pass is faster than over the small pages of a mapped file (docs/log.md).
 
 The key is a digest of the model files' sizes, times and some of their bytes, and of the layout of packed weights. An
 entry that is cut, damaged or of another version is not used and is replaced. Nothing here is an error for the user: if
@@ -26,12 +28,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.support.files import cache_home
 from anabranch.support.log import LOGGER
+from anabranch.support.memory import zeroed
 
 __all__ = ["PackedFile", "PackedWriter", "key_of"]
 
@@ -41,6 +43,7 @@ SHARE = 0.5  # of the free space that an entry may take
 LEFTOVER_S = 3600.0  # age from which the temporary file of a load that was killed is removed
 SAMPLES, SAMPLED = 64, 4096  # places and bytes of a model file that are part of the key
 HEAD = 1 << 23  # bytes at the start of a model file that are part of the key: its metadata
+CHUNK = 1 << 26  # bytes of a read
 SUFFIX = ".packed"
 _TRAILER = struct.Struct("<QQI12s")
 _MAGIC = b"anabranch  1"
@@ -69,10 +72,10 @@ def _path(files: Sequence[Path], key: str) -> Path:
 
 
 class PackedFile:
-    """A mapped entry: its ``facts``, and its parts as uint8 tensors. The mapping lives as long as any part."""
+    """An entry: its ``facts``, and parts of ``nbytes`` bytes in all."""
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], pages: mmap.mmap) -> None:
-        self._path, self.facts, self._pages = path, facts, pages
+    def __init__(self, path: Path, facts: Mapping[str, Any], nbytes: int) -> None:
+        self._path, self.facts, self.nbytes = path, facts, nbytes
 
     @staticmethod
     def find(files: Sequence[Path], key: str) -> PackedFile | None:
@@ -89,8 +92,6 @@ class PackedFile:
                 raw = file.read(length)
                 if zlib.crc32(raw) != check:
                     raise ValueError("damaged")
-                # a private mapping, since torch has no read-only tensors; nothing is written to it
-                pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
             facts = json.loads(raw)
             for at, nbytes in facts["parts"].values():
                 if at < 0 or at % mmap.PAGESIZE or nbytes < 1 or at + nbytes > start:
@@ -102,15 +103,21 @@ class PackedFile:
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
             LOGGER.info("the packed weights in %s are not used: %s", path, error)
             return None
-        return PackedFile(path, facts, pages)
+        return PackedFile(path, facts, start)
 
-    def part(self, name: str) -> Tensor:
-        """The bytes of a part. Raises KeyError."""
-        at, nbytes = self.facts["parts"][name]
-        return torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=at)
+    def parts(self) -> dict[str, Tensor]:
+        """Read all parts by name, uint8 in one memory. Raises OSError, and ValueError if the file is cut."""
+        memory = zeroed(self.nbytes)
+        left = memoryview(memory.numpy().data)
+        with self._path.open("rb", buffering=0) as file:
+            while left:
+                if not (count := file.readinto(left[:CHUNK])):
+                    raise ValueError("cut")
+                left = left[count:]
+        return {name: memory[at : at + nbytes] for name, (at, nbytes) in self.facts["parts"].items()}
 
     def remove(self) -> None:
-        """Delete the entry; tensors of it stay valid."""
+        """Delete the entry."""
         with suppress(OSError):
             self._path.unlink()
 
@@ -119,7 +126,7 @@ class PackedWriter:
     """Writes an entry, part by part; after a failure (``failed``) it ignores the rest."""
 
     def __init__(self, files: Sequence[Path], key: str, nbytes: int) -> None:
-        self._path, self._key, self._files = _path(files, key), key, files
+        self._path = _path(files, key)
         self._staged = self._path.with_name(f".{self._path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         self._parts: dict[str, tuple[int, int]] = {}
         self._file: BinaryIO | None = None
@@ -148,10 +155,10 @@ class PackedWriter:
         except OSError as error:
             self._fail(error.strerror or str(error))
 
-    def commit(self, facts: Mapping[str, Any]) -> PackedFile | None:
-        """Complete the entry, and open it; None if it could not be written."""
+    def commit(self, facts: Mapping[str, Any]) -> None:
+        """Complete the entry."""
         if self._file is None:
-            return None
+            return
         try:
             start, raw = self._file.tell(), json.dumps({**facts, "parts": self._parts}).encode()
             self._file.write(raw + _TRAILER.pack(start, len(raw), zlib.crc32(raw), _MAGIC))
@@ -159,9 +166,8 @@ class PackedWriter:
             os.replace(self._staged, self._path)
         except OSError as error:
             self._fail(error.strerror or str(error))
-            return None
-        self._file = None
-        return PackedFile.find(self._files, self._key)
+        else:
+            self._file = None
 
     def discard(self) -> None:
         """Remove what is not complete."""
