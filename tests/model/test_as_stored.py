@@ -389,9 +389,10 @@ def test_threads_that_pack_at_once_have_files_of_their_own(toy: Path, home: Path
     first.add("part", [content])
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(packed_file.PackedWriter, [toy], "key", content.nbytes).result()
-    kept = first.commit({})
+    first.commit({})
+    kept = packed_file.PackedFile.find([toy], "key")
     assert kept is not None
-    assert kept.part("part").tolist() == content.tolist()
+    assert kept.parts()["part"].tolist() == content.tolist()
     other.discard()
     assert len(list(home.iterdir())) == 1
 
