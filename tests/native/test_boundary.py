@@ -287,7 +287,7 @@ def test_riders_that_do_not_fit_are_refused() -> None:
     def run(length: int = 10, keep: int = 0, **changed: int | None) -> None:
         call = rider.limited(ride=True, keep=keep, least=-math.inf).call([4], d, torch.bfloat16)
         for name, value in changed.items():
-            setattr(call.native, name, value)
+            setattr(call.native.streams if name == "count" else call.native, name, value)
         step = stack.step([length], [4], np.array([-1, 0, 0, 1]), 300)
         hidden, _, _ = stack.through(np.array(tokens(4)), step, memory, 0, need="tokens", rider=call)
         assert len(hidden) == sum(call.counts)
@@ -655,5 +655,5 @@ def test_a_forked_child_holds_no_locks() -> None:
     weight, _memory = k.pack("float32", torch.eye(32))
     x = torch.randn(1, 32)
     k.linear(x, weight, None)
-    with k.lock, native._finding.lock:
+    with k.lock, native._kernels.lock:
         in_child(lambda: torch.equal(k.linear(x, weight, None), x) and native.library() is k)

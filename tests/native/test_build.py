@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import os
 import shutil
@@ -16,8 +17,9 @@ import pytest
 from test_kernels import BASE, decoder, needs_kernels
 
 from anabranch.errors import InputError
+from anabranch.methods.streams.kernels import DraftConfig, TrailEntry
 from anabranch.model.pack import pack_decoder
-from anabranch.native import build, recipe, selection
+from anabranch.native import build, recipe, selection, structs
 from anabranch.native import library as native
 from anabranch.native.features import Processor
 
@@ -283,11 +285,22 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
     assert quick.read_text() == "first\n"
 
 
-@needs_kernels
-def test_structs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "layout", lambda last: [1, 2, 3])
-    with pytest.raises(AssertionError, match=r"structs of the compiled kernels differ"):
-        native.Library(build.opened(build.compiler_flags(selection.instruction_sets()[0])).library)
+def test_structs_have_the_sizes_and_fields_that_the_compiler_sees(tmp_path: Path) -> None:
+    if (command := build.compiler()) is None:
+        pytest.skip("there is no compiler")
+    mirrored = [each for each in vars(structs).values() if isinstance(each, type(structs.Packed))]
+    checks = []
+    for each in (*mirrored, DraftConfig, TrailEntry):
+        checks.append(f"static_assert(sizeof({each.__name__}) == {ctypes.sizeof(each)});")
+        for name, _ in each._fields_:
+            checks.append(f"static_assert(offsetof({each.__name__}, {name}) == {getattr(each, name).offset});")
+    assert len(checks) > 100
+    source = tmp_path / "checks.cpp"
+    headers = ("<cstddef>", '"rider.h"', '"trail.h"', '"draft.h"')
+    source.write_text("\n".join((*(f"#include {header}" for header in headers), *checks)))
+    folders = [word for name in ("native", "methods/streams") for word in ("-I", str(recipe.PACKAGE / name))]
+    flags = build.compiler_flags("avx2")
+    subprocess.run([*command, *flags, "-fsyntax-only", *folders, str(source)], check=True)
 
 
 @needs_kernels

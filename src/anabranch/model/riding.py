@@ -53,7 +53,7 @@ class Side:
 
     @property
     def bare(self) -> bool:
-        """Whether streams pass through the layer as nodes do."""
+        """True if streams pass through the layer as nodes do."""
         return not any((self.qkv, self.out, self.up, self.down, self.mlp))
 
 
@@ -121,9 +121,7 @@ class NativeRider:
             softcap=softcap or 0.0,
             from_main=from_main,
             positioned=positioned,
-            count=streams,
-            own=own,
-            turns=self._pointer(turns),
+            streams=native.Streams(count=streams, own=own, turns=self._pointer(turns)),
             embeddings=self._pointer(embeddings),
             init=self._term(init),
             inputs=inputs,
@@ -143,7 +141,7 @@ class NativeRider:
         made._native = native.Rider.from_buffer_copy(self._native)
         made._native.keep, made._native.least = keep, least
         if not ride:
-            made._native.count, made._native.sides = 0, None
+            made._native.streams.count, made._native.sides = 0, None
         return made
 
     def _sides(self, sides: Sequence[Side]) -> int | None:
@@ -195,7 +193,7 @@ class RiderCall:
     def __init__(self, rider: native.Rider, counts: Sequence[int], width: int, dtype: torch.dtype, words: int) -> None:
         self.native = native.Rider.from_buffer_copy(rider)
         self._starts = starts_of(counts)
-        nodes, streams, prunes = sum(counts), rider.count, rider.least > -math.inf
+        nodes, streams, prunes = sum(counts), rider.streams.count, rider.least > -math.inf
         if 0 < rider.keep < max(counts):
             prunes = True
         else:

@@ -21,6 +21,7 @@ __all__ = [
     "filled",
     "packable",
     "require",
+    "row_bytes",
     "row_kind",
     "rows_for",
     "scores",
@@ -38,6 +39,14 @@ STORED_TYPES = {
     "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39,
 }  # fmt: skip
 FLOATS = frozenset({"F32", "F16", "BF16"})
+# values and bytes of a file's block of each format
+_SIZES = {
+    "F32": (32, 128), "F16": (32, 64), "BF16": (32, 64),
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+}  # fmt: skip
+_SIZE_OF = {number: _SIZES[name] for name, number in STORED_TYPES.items()}
 
 
 def require(holds: bool, what: str, *values: object) -> None:
@@ -114,3 +123,9 @@ def filled(x: Tensor, count: int, dtype: torch.dtype) -> None:
     """Check that ``x`` is contiguous memory of ``count`` values of a type."""
     fits = x.is_cpu and x.is_contiguous() and x.dtype == dtype and x.numel() == count
     require(fits, "expected {} contiguous values of {}, got {} of {}", count, dtype, x.shape, x.dtype)
+
+
+def row_bytes(kind: int, width: int) -> int:
+    """Bytes of a file's row of ``width`` values in the format with this number; -1 if there is no such row."""
+    values, size = _SIZE_OF.get(kind, (0, 0))
+    return width // values * size if values and width % values == 0 else -1

@@ -15,8 +15,6 @@
 
 #include <sys/mman.h>
 
-#include <cstddef>
-
 namespace {
 
 void check_rows(const void* runner, const void* x, int kind, int count, const Packed* w, const void* to) {
@@ -86,16 +84,6 @@ struct Move {
   }
 };
 
-// sizes of the structs that structs.py mirrors, each followed by the offset of its last member
-constexpr int32_t LAYOUT[] = {
-    sizeof(Packed), offsetof(Packed, kind),       sizeof(Table),       offsetof(Table, type),
-    sizeof(Cross), offsetof(Cross, out), sizeof(Layer),  offsetof(Layer, source),      sizeof(Shape),       offsetof(Shape, head_stride),
-    sizeof(RaggedBatch), offsetof(RaggedBatch, source_values), sizeof(Ends), offsetof(Ends, prefill),
-    sizeof(Screen), offsetof(Screen, size), sizeof(LowRank), offsetof(LowRank, up),
-    sizeof(StreamLayer), offsetof(StreamLayer, replaces), sizeof(Rider), offsetof(Rider, sums),
-    sizeof(Taps), offsetof(Taps, rows),
-};
-
 }  // namespace
 
 extern "C" {
@@ -108,12 +96,6 @@ void anabranch_use_tiles(int use) { use_tiles(use != 0); }
 
 // the error message of the calling thread's last failed call
 const char* anabranch_message() { return message; }
-
-// the numbers of LAYOUT, ``count`` of them
-const int32_t* anabranch_layout(int* count) {
-  *count = static_cast<int>(sizeof(LAYOUT) / sizeof(LAYOUT[0]));
-  return LAYOUT;
-}
 
 // Creates a runner with this number of threads, or as many as the system allows; returns how many.
 int anabranch_runner(int threads, void** runner) {

@@ -2,9 +2,14 @@
 
 ``library()`` loads them once per process (``selection`` chooses an instruction set, ``build`` finds or compiles its
 library); it is None if they cannot run, and ``shortfall()`` says why. C functions are called by the methods of
-``Library`` and by the bindings of methods with their own C++ (``Library.function``), which check every tensor, count
-and type. Each C function checks its arguments again. Invalid calls raise AssertionError; a lack of memory raises
+``Library`` and by the bindings of methods with their own C++ (``Calls.function``), which check every tensor, count and
+type. Each C function checks its arguments again. Invalid calls raise AssertionError; a lack of memory raises
 OutOfMemoryError.
+
+A stored weight [N, D] consists of blocks of 32 outputs, each in a format of GGUF files: integers with scales, or
+floats. A weight of floats alone is either a "stored" one, multiplied by rows in int8 like the others of its layer, or
+of the kind "floats", multiplied by rows of floats. Its memory holds no addresses, so it can be written to a file and
+used from there.
 
 M rows, D width, N outputs.
 """
@@ -13,17 +18,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import DeviceError, InputError, OutOfMemoryError, PerformanceWarning
+from anabranch.errors import InputError
 from anabranch.native import build, selection
 from anabranch.native.arguments import (
     BLOCK,
@@ -33,15 +36,13 @@ from anabranch.native.arguments import (
     address,
     packable,
     require,
+    row_bytes,
     row_kind,
     rows_for,
     scores,
 )
-from anabranch.native.openmp import set_openmp_threads
-from anabranch.native.stored import FUNCTIONS as STORED_FUNCTIONS
-from anabranch.native.stored import StoredWeights
+from anabranch.native.calls import Calls
 from anabranch.native.structs import (
-    LAST,
     Cross,
     Ends,
     Layer,
@@ -53,12 +54,12 @@ from anabranch.native.structs import (
     Screen,
     Shape,
     StreamLayer,
+    Streams,
     Table,
     Taps,
-    layout,
 )
 from anabranch.support.forks import renewed_after_fork
-from anabranch.support.log import LOGGER, warn
+from anabranch.support.log import LOGGER
 
 __all__ = [
     "BLOCK",
@@ -77,6 +78,7 @@ __all__ = [
     "Screen",
     "Shape",
     "StreamLayer",
+    "Streams",
     "Table",
     "Taps",
     "forget",
@@ -87,133 +89,14 @@ __all__ = [
 ]
 
 MAX_EMBEDDING_WIDTH = 8192  # of rows that kernels read embeddings into
-NO_MEMORY = -1  # returned by C functions; other numbers below 0 refuse an argument
-MAX_THREADS = 1024
-PAGE = 2**21  # bytes of a large page
-ARENA = 2**26  # bytes that packed weights share
-
-_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-# arguments of the functions that return a status
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "runner": (_INT, ctypes.POINTER(_POINTER)),
-    "packed_bytes": (ctypes.POINTER(Packed), ctypes.POINTER(_LONG)),
-    "pack": (ctypes.POINTER(Packed), _POINTER, _POINTER, _POINTER),
-    "copy_outputs": (ctypes.POINTER(Packed), _POINTER, _INT, ctypes.POINTER(Packed), _INT),
-    "linear": (_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed), _POINTER, _POINTER),
-    "norm": (_INT, _POINTER, _LONG, _INT, _POINTER, _POINTER, _INT, _FLOAT, _POINTER),
-    "best": (_POINTER, _LONG, _INT, _INT, _POINTER, _POINTER),
-    "choose": (
-        *(_INT, _POINTER, _POINTER, _INT, ctypes.POINTER(Packed)),
-        *(_POINTER, ctypes.POINTER(Screen), _POINTER),
-    ),
-    "draw": (_POINTER, _POINTER, _INT, _INT, _FLOAT, _POINTER, _POINTER),
-    "layers": (
-        *(_INT, _POINTER, ctypes.POINTER(Shape), _POINTER, _INT),
-        *(ctypes.POINTER(RaggedBatch), ctypes.POINTER(Ends), ctypes.POINTER(Rider), ctypes.POINTER(Taps)),
-    ),
-    **STORED_FUNCTIONS,
-    "move": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT),
-}
-
-_AS_IT_IS = nullcontext()  # within another ``single_threaded``
 
 
-class Library(StoredWeights):
-    """The compiled kernels and their thread pool, with as many threads as torch.
+class Library(Calls):
+    """The compiled kernels, with as many threads as torch.
 
     Scores that are not finite: ``choose`` and ``draw`` return -1 for a row whose largest score is not finite or that
     has a NaN; ``best`` ignores such scores.
     """
-
-    def __init__(self, c: ctypes.CDLL) -> None:
-        self._c = c
-        c.anabranch_instruction_set.restype = c.anabranch_message.restype = ctypes.c_char_p
-        self.check_layout("layout", LAST)
-        for name, arguments in _FUNCTIONS.items():
-            self.function(name, arguments)
-        c.anabranch_advise.argtypes, c.anabranch_advise.restype = (_POINTER, _LONG), None
-        self._mine = threading.local()  # ``threads``: torch's count in this thread before ``single_threaded``
-        self._free = torch.empty(0, dtype=torch.uint8)
-        self.after_fork()
-        renewed_after_fork(self)
-
-    def function(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., int]:
-        """The C function ``anabranch_NAME`` with these ctypes arguments, which returns a status or a number.
-
-        It raises DeviceError or AssertionError. If it takes a runner, the ``lock`` must be held.
-        """
-        function: Any = getattr(self._c, f"anabranch_{name}")
-        function.argtypes, function.restype = arguments, self._checked
-        return function  # type: ignore[no-any-return]
-
-    def check_layout(self, name: str, last: tuple[tuple[type[ctypes.Structure], str], ...]) -> None:
-        """Compare structs with what the C function ``anabranch_NAME`` lists; AssertionError if they differ."""
-        function, count = getattr(self._c, f"anabranch_{name}"), _INT()
-        function.restype = ctypes.POINTER(ctypes.c_int32)
-        numbers = function(ctypes.byref(count))
-        theirs, ours = [numbers[i] for i in range(count.value)], layout(last)
-        require(theirs == ours, "structs of the compiled kernels differ from Python's: {}, {}", theirs, ours)
-
-    def _call(self, name: str, *arguments: object) -> int:
-        """Call the C function ``anabranch_NAME``."""
-        return int(getattr(self._c, f"anabranch_{name}")(*arguments))
-
-    def after_fork(self) -> None:
-        """Drop lock and thread pools: the parent's threads do not exist in a child process."""
-        self.lock = threading.Lock()  # one call at a time: threads and their scratch memory are shared
-        self._runners: dict[int, int] = {}
-
-    def _checked(self, status: int) -> int:
-        """The return value of a C function. Raises if it is an error."""
-        if status >= 0:
-            return status
-        message = self._c.anabranch_message().decode(errors="replace")
-        if status == NO_MEMORY:
-            raise OutOfMemoryError(
-                f"the native kernels ran out of memory ({message}); use fewer rows or a shorter context"
-            )
-        raise AssertionError(f"the native kernels rejected a call: {message}")
-
-    def single_threaded(self) -> AbstractContextManager[None]:
-        """Restrict torch to one thread in the calling thread, since torch's workers would spin on the kernels' cores.
-
-        Other threads, including new ones, are not affected.
-        """
-        return _AS_IT_IS if getattr(self._mine, "threads", 0) else self._restricted()
-
-    @contextmanager
-    def _restricted(self) -> Iterator[None]:
-        threads, set_threads = torch.get_num_threads(), set_openmp_threads()
-        if threads == 1 or set_threads is None:
-            yield
-            return
-        self._mine.threads = threads
-        set_threads(1)
-        try:
-            yield
-        finally:
-            self._mine.threads = 0
-            set_threads(threads)
-
-    def runner(self) -> int:
-        """The C++ thread pool with as many threads as torch, or as the system allows, and its memory.
-
-        ``lock`` must be held from here to the end of the C function that takes it.
-        """
-        count = min(getattr(self._mine, "threads", 0) or torch.get_num_threads(), MAX_THREADS)
-        if count not in self._runners:
-            runner = _POINTER()
-            started = self._c.anabranch_runner(count, ctypes.byref(runner))
-            if started < count:
-                warn(
-                    f"the native kernels could start only {started} of {count} threads; "
-                    "raise the limit (ulimit -u) or use fewer threads",
-                    PerformanceWarning,
-                    stacklevel=2,
-                )
-            assert runner.value is not None
-            self._runners[count] = runner.value
-        return self._runners[count]
 
     @property
     def instruction_set(self) -> str:
@@ -258,7 +141,7 @@ class Library(StoredWeights):
         return packed, memory
 
     def _packed_bytes(self, packed: Packed) -> int:
-        size = _LONG()
+        size = ctypes.c_int64()
         self._c.anabranch_packed_bytes(ctypes.byref(packed), ctypes.byref(size))
         return size.value
 
@@ -267,29 +150,78 @@ class Library(StoredWeights):
         outputs = np.ascontiguousarray(outputs, np.int64)
         self._c.anabranch_copy_outputs(ctypes.byref(source), address(outputs), len(outputs), ctypes.byref(to), first)
 
-    def large(self, size: int) -> Tensor:
-        """Allocate bytes, if possible in large pages, which are read up to twice as fast. Raises DeviceError."""
-        try:
-            whole = torch.empty(size + PAGE, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise DeviceError(
-                f"{size:,} bytes of memory cannot be allocated; use fewer rows, a shorter context or a smaller model"
-            ) from error
-        start = -whole.data_ptr() % PAGE
-        self._c.anabranch_advise(whole[start:].data_ptr(), size)
-        return whole[start : start + size]
+    # -- weights in the formats of GGUF files, packed with the same values (``stored.h``) --------------------
+    def stored_bytes(self, types: Sequence[int], width: int) -> int:
+        """The size of a stored weight, given the format of each block of 32 outputs (``STORED_TYPES``)."""
+        kinds, size = np.array(types, np.int32), ctypes.c_int64()
+        self._c.anabranch_stored_bytes(address(kinds), len(kinds), width, ctypes.byref(size))
+        return size.value
 
-    def allocate(self, size: int) -> Tensor:
-        """Allocate ``size`` bytes in large pages shared by packed weights; freed memory is not reused."""
-        if size < PAGE // 8:
-            return torch.empty(size, dtype=torch.uint8)
+    def stored(self, types: Sequence[int], outputs: int, width: int, *, kind: str = "stored") -> tuple[Packed, Tensor]:
+        """Room for a weight of this kind (``IN_FILE_FORMATS``); the second value is its memory."""
+        require(len(types) == -(-outputs // BLOCK), "{} formats for {} outputs", len(types), outputs)
+        memory = self.allocate(self.stored_bytes(types, width))
+        packed, kinds = Packed(memory.data_ptr(), outputs, width, KINDS[kind]), np.array(types, np.int32)
+        self._c.anabranch_start_stored(ctypes.byref(packed), address(kinds))
+        return packed, memory
+
+    def adopt(self, memory: Tensor, outputs: int, width: int, *, kind: str = "stored") -> Packed:
+        """A weight of this kind in memory that was read from a file. Raises AssertionError if it does not fit."""
+        require(memory.is_cpu and memory.dtype == torch.uint8 and memory.is_contiguous(), "memory of another kind")
+        require(memory.data_ptr() % 8 == 0, "memory of a stored weight is not aligned")
+        packed = Packed(memory.data_ptr(), outputs, width, KINDS[kind])
+        self._c.anabranch_check_stored(ctypes.byref(packed), memory.numel())
+        return packed
+
+    def pack_stored(
+        self,
+        to: Packed,
+        first: int,
+        kind: int,
+        raw: NDArray[np.uint8],
+        order: NDArray[np.int64] | None = None,
+        *,
+        every: int = 1,
+    ) -> bool:
+        """Pack rows of a file's tensor [rows, bytes of a row] into a stored weight; False if a scale is not finite.
+
+        first  the block that receives the first 32 rows; the next ones go to every ``every``-th block
+        kind   the number of the tensor's format, which these blocks have
+        order  the rows to pack, in this order; None: all
+        """
+        require(raw.ndim == 2 and raw.dtype == np.uint8 and raw.flags.c_contiguous, "rows are not bytes")
+        require(raw.shape[1] == row_bytes(kind, to.width), "a row has {} bytes", raw.shape[1])
+        count = len(raw)
+        if order is not None:
+            order = np.ascontiguousarray(order, np.int64)
+            count = len(order)
+            require(count > 0 and order.min() >= 0 and order.max() < len(raw), "a row is not in the tensor")
         with self.lock:
-            if len(self._free) < size:
-                # pages are allocated on the first write, so unused ones cost nothing
-                self._free = self.large(max(ARENA, size))
-            taken, self._free = self._free[:size], self._free[size + -size % 64 :]
-            return taken
+            finite = self._c.anabranch_pack_stored(
+                *(self.runner(), ctypes.byref(to), first, every, kind, address(raw), raw.shape[1]),
+                *(None if order is None else address(order), count),
+            )
+        return bool(finite)
 
+    def unpack_stored(self, packed: Packed, outputs: NDArray[np.int64] | None = None) -> Tensor:
+        """Outputs of a stored weight (None: all), exactly: float32 [n, D]."""
+        wanted = np.arange(packed.outputs) if outputs is None else np.ascontiguousarray(outputs, np.int64)
+        y = torch.empty(len(wanted), packed.width)
+        if len(wanted):
+            self._c.anabranch_unpack_stored(ctypes.byref(packed), address(wanted), len(wanted), y.data_ptr())
+        return y
+
+    def raw_rows(self, kind: int, raw: NDArray[np.uint8], width: int, rows: NDArray[np.int64]) -> Tensor:
+        """Rows of a file's tensor in the format with the number ``kind``, exactly: float32 [n, D]."""
+        require(raw.ndim == 2 and raw.dtype == np.uint8 and raw.flags.c_contiguous, "rows are not bytes")
+        require(raw.shape[1] == row_bytes(kind, width), "a row has {} bytes", raw.shape[1])
+        rows = np.ascontiguousarray(rows, np.int64)
+        y = torch.empty(len(rows), width)
+        if len(rows):
+            self._c.anabranch_raw_rows(kind, address(raw), len(raw), width, address(rows), len(rows), y.data_ptr())
+        return y
+
+    # -- products and layers ---------------------------------------------------------------------------------
     def linear(self, x_MD: Tensor, packed: Packed, bias_N: Tensor | None) -> Tensor:
         """Rows times a packed weight, plus a float32 bias: float32 [M, N].
 
@@ -413,25 +345,31 @@ class Library(StoredWeights):
         )
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Outcome(NamedTuple):
     library: Library | None
     shortfall: selection.Shortfall | None
     packed: bool = False
 
 
-class _Finding:
-    """The lock to look for the kernels with."""
+class _Kernels:
+    """The kernels of this process, loaded or compiled on first use."""
 
     def __init__(self) -> None:
+        self.outcome: _Outcome | None = None
         self.after_fork()
 
     def after_fork(self) -> None:
+        """Replace the lock, in a forked child: a thread of the parent may hold it."""
         self.lock = threading.Lock()
 
+    def look(self) -> _Outcome:
+        """The outcome of the search, which happens once."""
+        with self.lock:
+            self.outcome = self.outcome or _find()
+            return self.outcome
 
-_finding = renewed_after_fork(_Finding())
-_found: _Found | None = None
+
+_kernels = renewed_after_fork(_Kernels())
 
 
 def library() -> Library | None:
@@ -440,43 +378,34 @@ def library() -> Library | None:
     ANABRANCH_KERNELS=none disables them, and the name of an instruction set requires it. Raises InputError for other
     values, and where the required instruction set cannot be used.
     """
-    return _look().library
+    return _kernels.look().library
 
 
 def packed() -> bool:
     """True if the kernels came with the package; False if they were compiled on this machine, or there are none."""
-    return _look().packed
+    return _kernels.look().packed
 
 
 def shortfall() -> selection.Shortfall | None:
     """The reason why these kernels, or none, are used; None if they are the fastest that the processor supports."""
-    return _look().shortfall
+    return _kernels.look().shortfall
 
 
 def why_not() -> str:
     """The reason why ``library()`` is None; empty if it is not."""
-    result = _look()
+    result = _kernels.look()
     return "" if result.shortfall is None or result.library is not None else result.shortfall.why
 
 
 def forget() -> None:
     """Discard the result of ``library()``, so that the next call looks for the kernels again."""
-    global _found
-    with _finding.lock:
-        _found = None
+    with _kernels.lock:
+        _kernels.outcome = None
 
 
-def _look() -> _Found:
-    global _found
-    with _finding.lock:
-        if _found is None:
-            _found = _find()
-        return _found
-
-
-def _find() -> _Found:
+def _find() -> _Outcome:
     if (lacking := selection.unfit()) is not None:
-        return _Found(None, lacking)
+        return _Outcome(None, lacking)
     failures: dict[str, build.BuildError] = {}
     for name in selection.instruction_sets():
         try:
@@ -486,9 +415,9 @@ def _find() -> _Found:
             continue
         LOGGER.info("the native kernels use %s", name)
         lacking = selection.shortfall_of(name, failures, opened.not_kept)
-        return _Found(Library(opened.library), lacking, opened.packed)
+        return _Outcome(Library(opened.library), lacking, opened.packed)
     first = next(iter(failures.values()))
     if selection.forced():
         raise InputError(f"ANABRANCH_KERNELS is {selection.forced()}, but {first.why}; {first.advice or 'unset it'}")
     LOGGER.info("there are no native kernels: %s", first.why)
-    return _Found(None, selection.Shortfall(f"the native kernels are missing: {first.why}", first.advice))
+    return _Outcome(None, selection.Shortfall(f"the native kernels are missing: {first.why}", first.advice))

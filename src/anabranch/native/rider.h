@@ -148,16 +148,16 @@ class EarlyExit {
   // of probabilities along their path, the first among equals.
   void choose(int64_t* kept, int64_t* counts) {
     subtract_sums();
-    std::vector<double> worth(static_cast<size_t>(plan_.nodes));
+    std::vector<double> joint(static_cast<size_t>(plan_.nodes));
     std::vector<int64_t> order;
     for (int b = 0; b < plan_.batch; ++b) {
       const int start = plan_.start(b);
-      const auto of = [&](int64_t node) -> double& { return worth[static_cast<size_t>(start + node)]; };
+      const auto of = [&](int64_t node) -> double& { return joint[static_cast<size_t>(start + node)]; };
       order.clear();
       for (int node = 0; node < plan_.count(b); ++node) {
         const int above = parent(start + node);
         // in double, so that a child's sum never rounds above its parent's
-        of(node) = above < 0 ? 0.0 : worth[static_cast<size_t>(above)] + static_cast<double>(scores_[start + node]);
+        of(node) = above < 0 ? 0.0 : joint[static_cast<size_t>(above)] + static_cast<double>(scores_[start + node]);
         const bool stays = above < 0 || (scores_[start + node] >= rider_.least && of(node) > -HUGE_VAL);
         if (!stays) of(node) = -HUGE_VAL;
         if (stays) order.push_back(node);

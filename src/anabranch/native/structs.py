@@ -1,199 +1,145 @@
-"""The C structs of ``pack.h`` and ``plan.h`` for ctypes; their layouts are compared when the library is loaded."""
+"""The C structs and functions for ctypes: their fields and arguments are read from the sources that describe them."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TypeAlias
+import re
+from functools import cache
+from typing import Any, TypeAlias
+
+from anabranch.native.recipe import sources
 
 __all__ = [
-    "LAST",
-    "Cross",
-    "Ends",
-    "Layer",
-    "Layers",
-    "LowRank",
-    "Packed",
-    "RaggedBatch",
-    "Rider",
-    "Screen",
-    "Shape",
-    "StreamLayer",
-    "Table",
-    "Taps",
-    "layout",
+    *("Cross", "Ends", "Layer", "Layers", "LowRank", "Packed", "RaggedBatch", "Rider", "Screen", "Shape"),
+    *("StreamLayer", "Streams", "Table", "Taps", "fields_of", "functions"),
 ]
+
+_NUMBERS: dict[str, Any] = {
+    "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
+}  # fmt: skip
+
+
+@cache
+def _text(kind: str) -> str:
+    """The sources of a kind, "h" or "cpp", without comments."""
+    return re.sub(r"//.*", "", "\n".join(path.read_text(encoding="utf-8") for path in sources(kind)))
+
+
+@cache
+def functions() -> dict[str, tuple[Any, ...]]:
+    """The arguments of each C function that returns a status or a number, by its name without ``anabranch_``."""
+    declared = re.findall(r"^int anabranch_(\w+)\(([^)]*)\)", _text("cpp"), re.MULTILINE)
+    return {
+        name: tuple(
+            ctypes.c_void_p if "*" in each else _NUMBERS[each.split()[0]] for each in arguments.split(",") if each
+        )
+        for name, arguments in declared
+    }
+
+
+def fields_of(struct: str) -> tuple[tuple[str, Any], ...]:
+    """The ``_fields_`` of a struct: numbers, pointers, arrays, and structs of this module; methods come after them.
+
+    struct Screen {                    ("copy", Packed),
+      Packed copy;                     ("error", c_void_p),
+      const float *error, *size;       ("size", c_void_p)
+    };
+    """
+    body = re.search(rf"^struct {struct} {{\n(.*?)^}};", _text("h"), re.DOTALL | re.MULTILINE)
+    assert body is not None, f"the headers have no struct {struct}"
+    fields: list[tuple[str, Any]] = []
+    for declaration in re.sub(r"\n[^\n]*\(.*", "", "\n" + body[1], flags=re.DOTALL).split(";"):
+        words = declaration.replace("const ", "").split(maxsplit=1)
+        for variable in words[1].split(",") if words else ():
+            name, size = re.findall(r"\w+", variable.partition("[")[0])[-1], re.search(r"\[(\w+)\]", variable)
+            pointer = "*" in variable or words[0].endswith("*")
+            kind = ctypes.c_void_p if pointer else _NUMBERS.get(words[0]) or globals()[words[0]]
+            fields.append((name, kind if size is None else kind * _constant(size[1])))
+    return tuple(fields)
+
+
+def _constant(name: str) -> int:
+    value = re.search(rf"constexpr int {name} = (\d+);", _text("h"))
+    assert value is not None, f"the headers have no constant {name}"
+    return int(value[1])
 
 
 class Packed(ctypes.Structure):
     """A packed weight [outputs, width]; ``kind`` is one of ``KINDS``."""
 
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("outputs", "width", "kind")))
+    _fields_ = fields_of("Packed")
 
 
 class Screen(ctypes.Structure):
-    """A copy of a weight in int8 and its bounds, float32 [outputs in whole blocks]; see ``screen.h``."""
+    """A copy of a weight in int8 and its bounds, float32 [outputs in whole blocks]."""
 
-    _fields_ = (("copy", Packed), ("error", ctypes.c_void_p), ("size", ctypes.c_void_p))
+    _fields_ = fields_of("Screen")
 
 
 class Table(ctypes.Structure):
-    """Embeddings [words, width]: row by row, ``packed`` (1) like a weight of the same type, or (2) rows of a GGUF file.
+    """Embeddings [words, width]: row by row, ``packed`` like a weight of the same type (1), or rows of a file (2)."""
 
-    type  the number of a GGUF file's format (``STORED_TYPES``)
-    """
-
-    _fields_ = (("rows", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("packed", "words", "type")))
+    _fields_ = fields_of("Table")
 
 
 class Cross(ctypes.Structure):
-    """The weights of a layer's attention to the sources of the rows; without data in q: none."""
+    """The weights of a layer's attention to the sources of the rows."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm", "norm_bias", "q_bias", "out_bias")),
-        *((name, Packed) for name in ("q", "out")),
-    )
+    _fields_ = fields_of("Cross")
 
 
 class Layer(ctypes.Structure):
-    """The weights and the cache of one layer.
+    """The weights and the cache of one layer."""
 
-    source  the layer in the keys and values of sources
-    """
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm_in", "norm_mlp", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("after_attention", "after_mlp", "norm_in_bias", "norm_mlp_bias")),
-        *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias", "up_bias", "down_bias")),
-        *((name, Packed) for name in ("qkv", "out", "up", "down", "low", "high")),
-        *((name, ctypes.c_int32) for name in ("rope_queries", "rope_keys", "rope_width", "slides")),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("cross", Cross),
-        ("source", ctypes.c_int32),
-    )
+    _fields_ = fields_of("Layer")
 
 
 Layers: TypeAlias = ctypes.Array[Layer]
 
 
 class Shape(ctypes.Structure):
-    """Sizes shared by all layers.
+    """Sizes shared by all layers."""
 
-    wiring           0: sequential, 1: attention and MLP in parallel, 2: sequential, with norms after the sums
-    quantized_cache  1: keys and values are stored in int8 with scales, and strides are in bytes; else in values
-    biases           added to scores by the distance from query to key, float32 [heads, 2 distance + 1]; null: none
-    """
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("d", "heads", "kv_heads", "e", "inner", "rope_dim")),
-        *((name, ctypes.c_int32) for name in ("activation", "gated", "wiring", "layer_norm", "heads_normed")),
-        ("quantized_cache", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "residual_scale", "embedding_scale")),
-        ("biases", ctypes.c_void_p),
-        ("distance", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-    )
+    _fields_ = fields_of("Shape")
 
 
 class RaggedBatch(ctypes.Structure):
-    """The nodes of a pass: batch row b has the nodes ``starts[b]`` to ``starts[b + 1]`` - 1, possibly none.
+    """The nodes of a pass."""
 
-    nodes       total number of nodes
-    positions   number of rows of ``cos`` and ``sin``
-    whole       1: each node sees all nodes of its batch row
-    rotations       the row of ``cos`` and ``sin`` that is position 0 of each batch row; null: 0
-    x           the nodes' hidden states; null: the kernels use their own memory
-    sizes       positions of the source of each batch row, null: there are none; and the addresses of its keys and
-                values [layers, K, size, E]
-    """
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("batch", "nodes", "window", "trailing", "positions", "whole")),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "starts", "lengths", "parents", "rotations")),
-        *((name, ctypes.c_void_p) for name in ("sizes", "source_keys", "source_values")),
-    )
+    _fields_ = fields_of("RaggedBatch")
 
 
 class Ends(ctypes.Structure):
-    """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses.
+    """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses."""
 
-    prefill  the number of prompt tokens at the start of each batch row; the outputs are without them
-    """
-
-    _fields_ = (
-        ("embedding", Table),
-        ("tokens", ctypes.c_void_p),
-        ("places", Table),
-        *((name, ctypes.c_void_p) for name in ("norm_embedding", "norm_embedding_bias")),
-        *((name, ctypes.c_void_p) for name in ("norm", "norm_bias", "hidden")),
-        ("head", Packed),
-        ("bias", ctypes.c_void_p),
-        ("screen", Screen),
-        ("chosen", ctypes.c_void_p),
-        ("prefill", ctypes.c_void_p),
-    )
+    _fields_ = fields_of("Ends")
 
 
 class LowRank(ctypes.Structure):
     """A low-rank term x -> (x down') up'; no data: none."""
 
-    _fields_ = (("down", Packed), ("up", Packed))
+    _fields_ = fields_of("LowRank")
 
 
 class StreamLayer(ctypes.Structure):
     """The weights of a layer for streams only: terms of its products, and one beside the MLP or instead of it."""
 
-    _fields_ = (*((name, LowRank) for name in ("qkv", "out", "up", "down", "mlp")), ("replaces", ctypes.c_int32))
+    _fields_ = fields_of("StreamLayer")
+
+
+class Streams(ctypes.Structure):
+    """Streams of each node of a pass."""
+
+    _fields_ = fields_of("Streams")
 
 
 class Rider(ctypes.Structure):
-    """Streams that ride in a pass, and pruning; see ``rider.h``.
+    """Streams that ride in a pass, and pruning."""
 
-    count   S, the number of streams of each node
-    own     1: nodes attend to their own streams
-    turns   cosine and sine by which the values of streams are rotated [S, 2]; null: none
-    """
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("start", "keep")),
-        *((name, ctypes.c_float) for name in ("least", "softcap")),
-        *((name, ctypes.c_int32) for name in ("from_main", "positioned", "count", "own")),
-        *((name, ctypes.c_void_p) for name in ("turns", "embeddings")),
-        ("init", LowRank),
-        *((name, Packed) for name in ("inputs", "up")),
-        *((name, ctypes.c_void_p) for name in ("hidden", "sides")),
-        ("exit", LowRank),
-        *((name, ctypes.c_void_p) for name in ("states", "kept", "counts", "scores", "sums")),
-    )
+    _fields_ = fields_of("Rider")
 
 
 class Taps(ctypes.Structure):
-    """The rows of nodes before some layers of a pass, ascending: rows [count, stride, D] float32."""
+    """The rows of nodes before some layers of a pass, ascending."""
 
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("count", "stride")),
-        *((name, ctypes.c_void_p) for name in ("layers", "rows")),
-    )
-
-
-# the last member of each struct
-LAST: tuple[tuple[type[ctypes.Structure], str], ...] = (
-    (Packed, "kind"),
-    (Table, "type"),
-    (Cross, "out"),
-    (Layer, "source"),
-    (Shape, "head_stride"),
-    (RaggedBatch, "source_values"),
-    (Ends, "prefill"),
-    (Screen, "size"),
-    (LowRank, "up"),
-    (StreamLayer, "replaces"),
-    (Rider, "sums"),
-    (Taps, "rows"),
-)
-
-
-def layout(last: tuple[tuple[type[ctypes.Structure], str], ...]) -> list[int]:
-    """The size of each struct and the offset of its last member, as the C side lists them."""
-    return [number for struct, name in last for number in (ctypes.sizeof(struct), getattr(struct, name).offset)]
+    _fields_ = fields_of("Taps")

@@ -13,47 +13,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.methods.streams.copying import LONGEST
 from anabranch.native.arguments import KINDS, address, filled, require
-from anabranch.native.library import Layer, Layers, Library, Packed, RaggedBatch, Shape, Table
+from anabranch.native.library import Layers, Library, RaggedBatch, Shape
+from anabranch.native.structs import fields_of
 
 __all__ = ["DraftConfig", "DraftedNodes", "StreamKernels", "TrailEntry"]
 
 
 class DraftConfig(ctypes.Structure):
-    """Weights and options for drafting the tree of one sequence; see ``draft.h``."""
+    """Weights and options for drafting the tree of one sequence; see ``levels.h``."""
 
-    _fields_ = (
-        ("embedding", Table),
-        *((name, Packed) for name in ("token", "state", "carry", "to_state", "head", "row_head")),
-        ("ids", ctypes.c_void_p),
-        ("row_ids", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("d", "depth", "children", "nodes", "frontier", "blocks")),
-        ("min_log_prob", ctypes.c_float),
-        ("keys", ctypes.c_void_p),
-        ("score_scale", ctypes.c_float),
-        ("noise_scale", ctypes.c_float),
-        ("text", ctypes.c_void_p),
-        ("text_length", ctypes.c_int64),
-        ("mixed", ctypes.c_float * LONGEST),
-        ("alone", ctypes.c_float * LONGEST),
-    )
+    _fields_ = fields_of("DraftConfig")
 
 
 class TrailEntry(ctypes.Structure):
     """The initial states of trailing streams: batch row b trails row ``nodes[b]`` of ``main``; see ``trail.h``."""
 
-    _fields_ = (
-        ("main", ctypes.c_void_p),
-        ("nodes", ctypes.c_void_p),
-        ("rows", ctypes.c_int32),
-        ("streams_count", ctypes.c_int32),
-        ("embedding", Table),
-        ("emitted", ctypes.c_void_p),
-        ("inputs", Packed),
-        ("up", Packed),
-        *((name, ctypes.c_void_p) for name in ("streams", "hidden", "norm")),
-    )
+    _fields_ = fields_of("TrailEntry")
 
 
 class DraftedNodes(NamedTuple):
@@ -68,25 +44,12 @@ class DraftedNodes(NamedTuple):
     log_probs: NDArray[np.float32]
 
 
-_INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-
-
 class StreamKernels:
     """The compiled kernels of streams, on the threads of ``kernels``. Raises the errors of ``Library``."""
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
-        kernels.check_layout("streams_layout", ((TrailEntry, "norm"), (DraftConfig, "alone")))
-        self._draft = kernels.function(
-            "draft", (_INT, _POINTER, ctypes.POINTER(DraftConfig), _POINTER, _LONG, *[_POINTER] * 4)
-        )
-        self._trail = kernels.function(
-            "trail",
-            (
-                *(_INT, _POINTER, ctypes.POINTER(Shape), ctypes.POINTER(Layer), _INT),
-                *(ctypes.POINTER(RaggedBatch), ctypes.POINTER(TrailEntry), _POINTER),
-            ),
-        )
+        self._draft, self._trail = kernels.function("draft"), kernels.function("trail")
 
     def draft(self, config: DraftConfig, states_SD: Tensor, root: int) -> DraftedNodes:
         """The tree of one sequence; only the root if no score is finite.

@@ -1,26 +1,10 @@
 // The C functions of speculative streams; kernels.py calls them. For kinds and return values see interface.cpp.
 
-#include <cstddef>
-
 #include "draft.h"
 #include "interface.h"
 #include "trail.h"
 
-namespace {
-
-// sizes of the structs that kernels.py mirrors, each followed by the offset of its last member
-constexpr int32_t STREAMS_LAYOUT[] = {sizeof(TrailEntry), offsetof(TrailEntry, norm), sizeof(DraftConfig),
-                                      offsetof(DraftConfig, alone)};
-
-}  // namespace
-
 extern "C" {
-
-// the numbers of STREAMS_LAYOUT, ``count`` of them
-const int32_t* anabranch_streams_layout(int* count) {
-  *count = static_cast<int>(sizeof(STREAMS_LAYOUT) / sizeof(STREAMS_LAYOUT[0]));
-  return STREAMS_LAYOUT;
-}
 
 // The number of nodes of the tree of one sequence, from its stream states [depth, D]; see DraftLevels::Tree.
 int anabranch_draft(int kind, void* runner, const DraftConfig* config, const void* states, int64_t root, int64_t* tokens,
