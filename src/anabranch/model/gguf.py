@@ -33,7 +33,7 @@ from anabranch.errors import FileError, ModelError, ModelWarning
 from anabranch.model.families import FAMILIES
 from anabranch.model.gguf_config import ARCHITECTURES, ATTENTION, MLP, Architecture, config_of
 from anabranch.model.gguf_tokenizer import build_tokenizer, unused_keys
-from anabranch.model.matrix import FileMatrix
+from anabranch.model.matrix import Matrix
 from anabranch.model.stored import Checkpoint, LazyTensors, dtype_name
 from anabranch.support.log import warn
 
@@ -202,8 +202,8 @@ class _Reader(GGUFReader):  # type: ignore[misc]  # gguf has no type annotations
     def contents(self, field: Any) -> Any:
         """The value of a field."""
         value_at = field.offset + sum(int(part.nbytes) for part in field.parts[:3])
-        found = self._arrays.get(value_at)
-        return field.contents() if found is None else found
+        values = self._arrays.get(value_at)
+        return field.contents() if values is None else values
 
 
 def _open(path: Path) -> Any:
@@ -282,7 +282,7 @@ def _stored_dtype(stored: Mapping[str, Any]) -> torch.dtype:
 
 def _loaders(
     known: Architecture, config: Mapping[str, Any], stored: Mapping[str, Any], *, path: Path
-) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, FileMatrix], list[str]]:
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, Matrix], list[str]]:
     """One loader for each parameter, the matrices, and the names of the tensors that are not used.
 
     Raises FileError if a block is missing, ModelError for a tensor that llama.cpp would use in another way.
@@ -290,7 +290,7 @@ def _loaders(
     family, layers = config["model_type"], int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     names = _names_of(family)
     loaders: dict[str, Callable[[], torch.Tensor]] = {}
-    matrices: dict[str, FileMatrix] = {}
+    matrices: dict[str, Matrix] = {}
     blocks: set[int] = set()
     unused: list[str] = []
     for name, tensor in stored.items():
@@ -313,8 +313,9 @@ def _loaders(
                 if len(part.shape) == 2:
                     by_head = family == "gpt_neox"  # our rows of q, k and v are in the file's order
                     order = None if by_head else _rotary_order(part, known, config, path, leaf=leaf)
-                    rows, width = part.data.view(np.uint8), int(part.shape[0])
-                    matrices[own] = FileMatrix(part.tensor_type, rows, width, order)
+                    rows = part.data.view(np.uint8)
+                    shape = len(rows), int(part.shape[0])
+                    matrices[own] = Matrix(part.tensor_type, shape, partial(np.asarray, rows), order)
         elif block < layers and _known_tensors().fullmatch(name):
             raise ModelError(
                 f"{path} has the tensor {name}, and {family} models with it are not supported; use the model's "

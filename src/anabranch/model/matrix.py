@@ -1,4 +1,4 @@
-"""A matrix in the format of its GGUF file: floats, or quantised.
+"""A matrix in a format of GGUF files: floats, or quantised.
 
 N outputs (rows), D inputs.
 """
@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-__all__ = ["FileMatrix", "MadeMatrix", "Matrix", "forget_made", "formats_of", "random_blocks"]
+__all__ = ["Matrix", "forget_made", "formats_of", "random_blocks"]
 
 # Where the halves of a block's scales and minima are, in bytes.
 _HALVES = {
@@ -32,27 +32,34 @@ _SCALE = 1 / 4096  # of random blocks: their values are of the order of a traine
 
 
 @dataclass(frozen=True, eq=False)
-class FileMatrix:
+class Matrix:
     """A weight [N, D] in one of ggml's types.
 
-    rows   uint8 [N, bytes of a row], usually a part of a mapped file
-    order  the row in ``rows`` of each output [N]; None: the same
+    shape  N and D
+    make   its rows, uint8 [N, bytes of a row]: a part of a mapped file, or converted from another format
+    order  the row of each output [N]; None: the same
     """
 
     kind: GGMLQuantizationType
-    rows: NDArray[np.uint8]
-    width: int
+    shape: tuple[int, int]
+    make: Callable[[], NDArray[np.uint8]]
     order: NDArray[np.int64] | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """N and D."""
-        return len(self.rows), self.width
+    def width(self) -> int:
+        """D."""
+        return self.shape[1]
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """The rows; those of the last matrices are kept until ``forget_made``."""
+        return _made(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
-        return self.rows.nbytes
+        """Bytes of all rows."""
+        size, size_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[0] * (self.width // int(size)) * int(size_bytes)
 
     def pieces(self, order: NDArray[np.int64] | None = None, multiple: int = 1) -> Iterator[NDArray[np.uint8]]:
         """The rows of outputs [n, bytes of a row], some at a time; their pages are given back after use.
@@ -60,18 +67,18 @@ class FileMatrix:
         order     the rows, in this order; None: as ``order`` of the matrix says
         multiple  of which each n is one, but for the last
         """
-        order = self.order if order is None else order
-        count = len(self.rows) if order is None else len(order)
-        size = max(1, AT_ONCE // max(1, self.rows.shape[1]) // multiple) * multiple
+        order, rows = self.order if order is None else order, np.asarray(self.rows)
+        count = len(rows) if order is None else len(order)
+        size = max(1, AT_ONCE // max(1, rows.shape[1]) // multiple) * multiple
         for first in range(0, count, size):
             part = slice(first, first + size)
-            yield np.asarray(self.rows)[part] if order is None else np.asarray(self.rows)[order[part]]
+            yield rows[part] if order is None else rows[order[part]]
             if order is None:
-                self._give_back(first, len(self.rows[part]))
-        self._give_back(0, len(self.rows))
+                _give_back(rows[part])
+        _give_back(rows)
 
     def finite(self) -> bool:
-        """Whether all values are, or all scales and minima."""
+        """True if all values are finite, or all scales and minima."""
         places, floats = _HALVES.get(self.kind.name, ()), _FLOATS.get(self.kind.name)
         for rows in self.pieces():
             if floats is not None:
@@ -88,71 +95,21 @@ class FileMatrix:
         """Some values of the flattened weight [n]: only their blocks are dequantised."""
         size, size_bytes = GGML_QUANT_SIZES[self.kind]
         outputs, columns = np.divmod(flat, self.width)
-        where = outputs if self.order is None else self.order[outputs]
-        blocks = np.asarray(self.rows).reshape(len(self.rows), -1, size_bytes)[where, columns // size]
-        self._give_back(0, len(self.rows))
+        where, rows = outputs if self.order is None else self.order[outputs], np.asarray(self.rows)
+        blocks = rows.reshape(len(rows), -1, size_bytes)[where, columns // size]
+        _give_back(rows)
         dense = dequantize(blocks.reshape(1, -1), self.kind)  # as one row: gguf takes 16 rows at a time
         return np.asarray(dense.reshape(-1, size)[np.arange(len(flat)), columns % size], np.float32)
 
-    def _give_back(self, first: int, count: int) -> None:
-        """Drop the pages of rows of a mapped file from memory; the next access reads them again."""
-        pages = _mapping(self.rows)
-        if pages is None or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        begin = np.frombuffer(pages, np.uint8).__array_interface__["data"][0]
-        start = self.rows.__array_interface__["data"][0] - begin + first * self.rows.shape[1]
-        start, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + count * self.rows.shape[1]
-        pages.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-
-@dataclass(frozen=True, eq=False)
-class MadeMatrix:
-    """A weight [N, D] of another format, whose rows in one of ggml's types are made where they are used.
-
-    shape  N and D
-    make   the rows: uint8 [N, bytes of a row]; those of the last weights are kept until ``forget_made``
-    """
-
-    kind: GGMLQuantizationType
-    shape: tuple[int, int]
-    make: Callable[[], NDArray[np.uint8]]
-    order: None = None
-
-    @property
-    def width(self) -> int:
-        """D."""
-        return self.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        size, size_bytes = GGML_QUANT_SIZES[self.kind]
-        return self.shape[0] * (self.width // int(size)) * int(size_bytes)
-
-    def pieces(self, order: NDArray[np.int64] | None = None, multiple: int = 1) -> Iterator[NDArray[np.uint8]]:
-        """As of a ``FileMatrix``."""
-        return _made(self).pieces(order, multiple)
-
-    def finite(self) -> bool:
-        """As of a ``FileMatrix``."""
-        return _made(self).finite()
-
-    def values(self, flat: NDArray[np.int64]) -> NDArray[np.float32]:
-        """As of a ``FileMatrix``."""
-        return _made(self).values(flat)
-
 
 @lru_cache(maxsize=3)  # the parts of a weight that the decoder fuses are sampled, then packed
-def _made(matrix: MadeMatrix) -> FileMatrix:
-    return FileMatrix(matrix.kind, matrix.make(), matrix.width)
+def _made(matrix: Matrix) -> NDArray[np.uint8]:
+    return matrix.make()
 
 
 def forget_made() -> None:
-    """Free the rows of made matrices."""
+    """Free the rows of matrices that were converted."""
     _made.cache_clear()
-
-
-Matrix: TypeAlias = FileMatrix | MadeMatrix
 
 
 def formats_of(matrices: Mapping[str, Matrix]) -> tuple[str, ...]:
@@ -179,3 +136,14 @@ def _mapping(array: Any) -> mmap.mmap | None:
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, mmap.mmap) else None
+
+
+def _give_back(rows: NDArray[np.uint8]) -> None:
+    """Drop the pages of rows of a mapped file from memory; the next access reads them again."""
+    pages = _mapping(rows)
+    if pages is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    begin = np.frombuffer(pages, np.uint8).__array_interface__["data"][0]
+    start = rows.__array_interface__["data"][0] - begin
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    pages.madvise(mmap.MADV_DONTNEED, first, start + rows.nbytes - first)

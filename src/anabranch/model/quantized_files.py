@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import AnabranchError, FileError, ModelError, one_line
-from anabranch.model.matrix import MadeMatrix
+from anabranch.model.matrix import Matrix
 from anabranch.model.stored import Checkpoint, LazyTensors, SafetensorsDir
 from anabranch.support.jsonfiles import shown
 
@@ -52,7 +52,7 @@ _PARTS = re.compile(
 
 @dataclass(frozen=True)
 class _Scheme:
-    """What the config says of quantised weights.
+    """The form of quantised weights, as the config states it.
 
     kind  "packed" (compressed-tensors), "int8" (the same, not packed), "gptq", "awq" or "fp8"
     less  the number by which zero points are stored too small
@@ -113,17 +113,17 @@ def read_quantized(described: Mapping[str, Any], stated: Any, tensors: Safetenso
     for name in tensors:
         if match := _PARTS.fullmatch(name):
             parts.setdefault(match[1], {})[match[2]] = name
-    parts = {stem: found for stem, found in parts.items() if not {*found} <= {"input_scale"}}
+    parts = {stem: names for stem, names in parts.items() if not {*names} <= {"input_scale"}}
     loaders: dict[str, Callable[[], Tensor]] = {}
     kinds, matrices, reasons = {}, {}, []
-    for stem, found in parts.items():
-        scale = next((found[part] for part in ("weight_scale", "weight_scale_inv", "scales") if part in found), None)
+    for stem, names in parts.items():
+        scale = next((names[part] for part in ("weight_scale", "weight_scale_inv", "scales") if part in names), None)
         if scale is None:
             raise FileError(f"the weights lack the scales of {stem}; fetch or copy them again")
-        loaders[f"{stem}.weight"] = partial(_dense, tensors, scheme, stem, found)
+        loaders[f"{stem}.weight"] = partial(_dense, tensors, scheme, stem, names)
         kinds[f"{stem}.weight"] = tensors.kinds[scale]
         with _fitting(stem):
-            matrix = _matrix(tensors, scheme, stem, found, scale)
+            matrix = _matrix(tensors, scheme, stem, names, scale)
         if isinstance(matrix, str):
             reasons.append(matrix)
         else:
@@ -133,7 +133,7 @@ def read_quantized(described: Mapping[str, Any], stated: Any, tensors: Safetenso
             continue
         loaders[name], kinds[name] = partial(tensors.__getitem__, name), kind
         if kind in _FLOATS and len(shape := tensors.shape(name)) == 2:
-            matrices[name] = MadeMatrix(_FLOATS[kind], (shape[0], shape[1]), partial(_bytes, tensors, name))
+            matrices[name] = Matrix(_FLOATS[kind], (shape[0], shape[1]), partial(_bytes, tensors, name))
     plain = {name: value for name, value in described.items() if name != "quantization_config"}
     if isinstance(inner := described.get("text_config"), Mapping):
         plain["text_config"] = {name: value for name, value in inner.items() if name != "quantization_config"}
@@ -201,10 +201,10 @@ def _fitting(stem: str) -> Iterator[None]:
         ) from error
 
 
-def _read(tensors: SafetensorsDir, scheme: _Scheme, stem: str, found: Mapping[str, str]) -> _Integers:
+def _read(tensors: SafetensorsDir, scheme: _Scheme, stem: str, names: Mapping[str, str]) -> _Integers:
     """A weight of integers. Raises FileError if its tensors do not fit together."""
     with _fitting(stem):
-        part = {name: tensors[stored] for name, stored in found.items()}
+        part = {name: tensors[stored] for name, stored in names.items()}
         if scheme.kind == "int8":
             return _checked(tensors[f"{stem}.weight"].to(torch.int16).numpy(), None, part["weight_scale"], None)
         if scheme.kind == "packed":
@@ -225,10 +225,10 @@ def _unpacked(words: Tensor, bits: int) -> NDArray[np.int16]:
     """Unsigned integers [n, K * 32 / bits] of int32 [n, K], the lowest bits first."""
     if words.dtype != torch.int32:
         raise ValueError(f"integers are packed in {words.dtype}")
-    found = np.ascontiguousarray(words.numpy()).view(np.uint8)
+    codes = np.ascontiguousarray(words.numpy()).view(np.uint8)
     if bits == 4:
-        found = np.stack((found & 15, found >> 4), axis=-1).reshape(len(found), -1)
-    return found.astype(np.int16)
+        codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(len(codes), -1)
+    return codes.astype(np.int16)
 
 
 def _in_order(values: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -253,13 +253,13 @@ def _checked(
     return _Integers(values if zeros is None else (values - zeros).astype(np.int16), scale, group)
 
 
-def _dense(tensors: SafetensorsDir, scheme: _Scheme, stem: str, found: Mapping[str, str]) -> Tensor:
+def _dense(tensors: SafetensorsDir, scheme: _Scheme, stem: str, names: Mapping[str, str]) -> Tensor:
     """A weight in float32."""
     if scheme.kind != "fp8":
-        return _read(tensors, scheme, stem, found).dense()
+        return _read(tensors, scheme, stem, names).dense()
     with _fitting(stem):
         values = tensors[f"{stem}.weight"]
-        scale = tensors[found.get("weight_scale_inv") or found["weight_scale"]].float()
+        scale = tensors[names.get("weight_scale_inv") or names["weight_scale"]].float()
         if values.dtype != torch.float8_e4m3fn:
             raise ModelError(f"{stem}.weight is stored as {values.dtype}, not in FP8 (E4M3); {_INSTEAD}")
         scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
@@ -271,9 +271,7 @@ def _dense(tensors: SafetensorsDir, scheme: _Scheme, stem: str, found: Mapping[s
         return values.float() * scale
 
 
-def _matrix(
-    tensors: SafetensorsDir, scheme: _Scheme, stem: str, found: Mapping[str, str], scale: str
-) -> MadeMatrix | str:
+def _matrix(tensors: SafetensorsDir, scheme: _Scheme, stem: str, names: Mapping[str, str], scale: str) -> Matrix | str:
     """A weight in a format of GGUF files that has its values; or the reason why there is none."""
     kind = _STORED.get((scheme.bits, scheme.symmetric))
     if scheme.kind == "fp8" or kind is None:
@@ -283,26 +281,26 @@ def _matrix(
     if not torch.equal(scales.half().float(), scales):
         return f"scales of {stem} are not halves"
     if scheme.kind == "packed":
-        outputs, width = (int(size) for size in tensors[found["weight_shape"]])
+        outputs, width = (int(size) for size in tensors[names["weight_shape"]])
         groups = scales.shape[1]
     elif scheme.kind == "int8":
         (outputs, width), groups = tensors.shape(f"{stem}.weight"), scales.numel() // max(1, len(scales))
     else:
-        first, second = tensors.shape(found["qweight"])
+        first, second = tensors.shape(names["qweight"])
         outputs, width = (second, first * 32 // scheme.bits) if scheme.kind == "gptq" else (second * 8, first)
         groups = len(scales)
     if groups < 1 or width % groups or width // groups % GROUP:
         return f"groups of {stem} are not of a multiple of {GROUP} inputs"
-    index = found.get("g_idx", found.get("weight_g_idx"))
+    index = names.get("g_idx", names.get("weight_g_idx"))
     if index is not None and not torch.equal(tensors[index].long(), torch.arange(width) // (width // groups)):
         return f"groups of {stem} are not neighbours (act-order)"
-    return MadeMatrix(kind, (outputs, width), partial(_rows, tensors, scheme, stem, found, kind))
+    return Matrix(kind, (outputs, width), partial(_rows, tensors, scheme, stem, names, kind))
 
 
 def _rows(
-    tensors: SafetensorsDir, scheme: _Scheme, stem: str, found: Mapping[str, str], kind: GGMLQuantizationType
+    tensors: SafetensorsDir, scheme: _Scheme, stem: str, names: Mapping[str, str], kind: GGMLQuantizationType
 ) -> NDArray[np.uint8]:
-    return _read(tensors, scheme, stem, found).rows(kind)
+    return _read(tensors, scheme, stem, names).rows(kind)
 
 
 def _bytes(tensors: SafetensorsDir, name: str) -> NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from anabranch.model.as_stored import NotStoredError, fill_as_stored
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.families import module_rows, weight_source
-from anabranch.model.matrix import FileMatrix, random_blocks
+from anabranch.model.matrix import Matrix, random_blocks
 from anabranch.model.stored import LazyTensors
 from anabranch.model.weights import build_decoder
 from anabranch.native.arguments import STORED_TYPES
@@ -34,7 +34,7 @@ def random_stored_decoder(config: ModelConfig, kind: str) -> Decoder:
     if kind not in formats:
         raise InputError(f"there is no stored format {kind!r}{hint(kind, formats)}; formats are {', '.join(formats)}")
     number = GGMLQuantizationType[kind]
-    size, size_bytes = GGML_QUANT_SIZES[number]
+    size, _ = GGML_QUANT_SIZES[number]
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter, value in build_decoder(config).named_parameters():
         names = [names[0] for names in weight_source(config, parameter).tensors]
@@ -49,7 +49,7 @@ def random_stored_decoder(config: ModelConfig, kind: str) -> Decoder:
     # all matrices are views of the same blocks: drawing billions of values takes minutes
     blocks = random_blocks(number, max(map(prod, matrices.values())) // size)
     stored = {
-        name: FileMatrix(number, blocks[: rows * (width // size)].reshape(rows, width // size * size_bytes), width)
+        name: Matrix(number, (rows, width), partial(blocks[: rows * (width // size)].reshape, rows, -1))
         for name, (rows, width) in matrices.items()
     }
     loaders: dict[str, Callable[[], Tensor]] = {name: partial(torch.ones, shape) for name, shape in shapes.items()}

@@ -86,7 +86,7 @@ class Checkpoint:
     tokenizer  the transformers tokenizer, of a format that has rules of its own; None: transformers loads the folder's
     dtype      the type to compute in unless a user names one; None: the type of the tensors
     matrices   quantised weights, and those beside them, as the files store them: rows that llama.cpp's converter
-               reordered are in ``FileMatrix.order``, and weights have the layout of ``nn.Linear`` in all families
+               reordered are in ``Matrix.order``, and weights have the layout of ``nn.Linear`` in all families
     files      all files that the matrices come from
     why_not    the reason why a matrix cannot be multiplied as it is stored; empty: none is known yet
     """
