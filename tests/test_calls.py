@@ -26,7 +26,7 @@ from anabranch.methods.space.module import MaskConfig, MaskModule
 from anabranch.methods.staged import StagedDrafter
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
-from anabranch.model.reads import read_bytes, weight_bytes
+from anabranch.model.pack import read_bytes, weight_bytes
 from small import decode, small, small_adapter
 
 TEXT = [3, 4, 5, 6, 7] * 4

@@ -6,7 +6,7 @@ import html
 import pickle
 import re
 
-from anabranch.decoding.html import coloured
+from anabranch.decoding.generation import coloured
 from toy_text import toy_model
 
 

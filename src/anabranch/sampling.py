@@ -107,7 +107,7 @@ class SamplingParams:
 
     @property
     def unconstrained(self) -> SamplingParams:
-        """These parameters without a constraint, as drafters see them."""
+        """The parameters without a constraint, as drafters see them."""
         return self if self.constraint is None else replace(self, constraint=None)
 
     @property

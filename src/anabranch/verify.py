@@ -93,7 +93,7 @@ class Rows(Protocol):
     """The distribution [V] of each node, such as a tensor [N, V]."""
 
     def __getitem__(self, node: int, /) -> Tensor:
-        """That of one node."""
+        """The distribution of one node."""
 
 
 def reject(tree: DraftTree, probs_NV: Rows, uniforms: np.random.Generator) -> Verdict:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from anabranch.bench.machine import last_level_cache, measure_machine
-from anabranch.model.pack import can_pack, pack_decoder
-from anabranch.model.reads import weight_bytes
+from anabranch.model.pack import can_pack, pack_decoder, weight_bytes
 from anabranch.model.weights import build_decoder
 from anabranch.support.memory import forget_peak, peak_memory_mb
 from small import CASES, randomise, small

@@ -17,13 +17,11 @@ from anabranch.methods.tuning import check_weights
 from anabranch.model.config import ExpertsConfig, ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
-from anabranch.model.experts_backend import ExpertsBackend
 from anabranch.model.families import model_config
 from anabranch.model.inputs import Inputs
-from anabranch.model.native_backend import ProductsBackend
-from anabranch.model.pack import pack_decoder
+from anabranch.model.native_backend import ExpertsBackend, ProductsBackend
+from anabranch.model.pack import pack_decoder, weight_bytes
 from anabranch.model.quantize import quantize_decoder
-from anabranch.model.reads import weight_bytes
 from anabranch.model.weights import build_decoder, fill_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams

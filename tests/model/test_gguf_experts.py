@@ -16,14 +16,13 @@ import anabranch
 from anabranch.errors import FileError, ModelError
 from anabranch.model.cache import Cache
 from anabranch.model.experts import Experts
-from anabranch.model.experts_backend import ExpertsBackend
 from anabranch.model.gguf import read_gguf
 from anabranch.model.inputs import Inputs
 from anabranch.model.kernel_use import kernels_of
 from anabranch.model.load import Target, load_target
-from anabranch.model.native_backend import ProductsBackend
+from anabranch.model.native_backend import ExpertsBackend, ProductsBackend
 from anabranch.model.native_linear import NativeLinear
-from anabranch.model.reads import weight_bytes
+from anabranch.model.pack import weight_bytes
 from anabranch.native.library import library
 from anabranch.tree import DraftTree
 from small import logits_after, new_cache

@@ -28,8 +28,7 @@ from anabranch.methods.streams.draft import NativeDraft, StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
-from anabranch.model.pack import pack_decoder
-from anabranch.model.reads import weight_bytes
+from anabranch.model.pack import pack_decoder, weight_bytes
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 

@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from anabranch.errors import InputError, ModelError
-from anabranch.speech.rules import Confidence, timestamp_rules
 from anabranch.speech.vocabulary import Vocabulary
+from anabranch.speech.windows import Confidence, timestamp_rules
 
 PROMPT = [257, 258, 261]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from anabranch.model.decoder import Decoder
-from anabranch.model.reads import weight_bytes
+from anabranch.model.pack import weight_bytes
 from anabranch.native.library import library
 
 __all__ = ["Machine", "last_level_cache", "measure_machine", "read_rate"]

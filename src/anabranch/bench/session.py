@@ -35,8 +35,8 @@ from anabranch.bench.run import (
 from anabranch.bench.summary import ContenderAnswers, gather, summarise, summarise_rows
 from anabranch.declared import Keywords
 from anabranch.loading import Loaded
+from anabranch.model.pack import weight_bytes
 from anabranch.model.quantize import Rounding
-from anabranch.model.reads import weight_bytes
 from anabranch.support.files import without_folders
 from anabranch.support.memory import forget_peak, peak_memory_mb
 

@@ -32,8 +32,8 @@ from anabranch.drafting.drafter import Call, DeviceDrafter, Drafter, Observation
 from anabranch.errors import NumericsError
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import DeviceTrees, Inputs
+from anabranch.model.pack import weight_bytes
 from anabranch.model.passes import Need, PassResult
-from anabranch.model.reads import weight_bytes
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 

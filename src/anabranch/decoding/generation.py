@@ -6,8 +6,9 @@ neither. Thus ``token_ids`` do not depend on how many tokens each step accepted.
 
 from __future__ import annotations
 
+import html
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -15,14 +16,25 @@ from typing import Any, NamedTuple
 
 from anabranch.decoding.detokenizer import Detokenizer
 from anabranch.decoding.engine import FinishReason, Request, Step
-from anabranch.decoding.html import coloured
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.drafter import Drafter
 
-__all__ = ["Chunk", "Generation", "Output", "generate", "stream"]
+__all__ = ["Chunk", "Generation", "Output", "coloured", "generate", "stream"]
 
 SHOWN = 60  # characters of a text in its representation
+# translucent, so that text is readable on light and on dark pages
+COLOURS = (
+    "46,160,67",
+    "31,136,222",
+    "163,80,200",
+    "209,134,22",
+    "20,160,150",
+    "214,80,120",
+    "120,120,220",
+    "150,150,40",
+)
+TARGET = "target"  # the target's own tokens have no colour
 
 
 @dataclass
@@ -61,9 +73,8 @@ class Generation:
 
     def _pieces(self, tokenizer: Any) -> list[str]:
         """The text of each token; together they are ``text``."""
-        detokenizer, left, pieces = Detokenizer(tokenizer), len(self.text), []
-        for place, token in enumerate(self.token_ids, 1):
-            piece = detokenizer.add([token]) + (detokenizer.finish() if place == len(self.token_ids) else "")
+        left, pieces = len(self.text), []
+        for piece in Detokenizer(tokenizer).pieces(self.token_ids, last=True):
             pieces.append(piece[:left])
             left -= len(pieces[-1])
         return pieces
@@ -140,6 +151,30 @@ class Output:
             stop_reason=stopped,
             top_log_probs=self.top_log_probs if request.top_log_probs else None,
         )
+
+
+def coloured(text: str, pieces: Sequence[str] | None, sources: Sequence[str], facts: str) -> str:
+    """A text as HTML, coloured by source if the ``pieces`` of its tokens are known, with a legend and ``facts``."""
+    counts = Counter(sources)
+    drafted = sorted(source for source in counts if source != TARGET)
+    colours = {source: COLOURS[place % len(COLOURS)] for place, source in enumerate(drafted)}
+    if pieces is None:
+        shown = html.escape(text)
+    else:
+        shown = "".join(_span(piece, source, colours) for piece, source in zip(pieces, sources, strict=True))
+    listed = [source for source in (TARGET, *drafted) if source in counts]
+    legend = " ".join(f"{_span(source, source, colours)} {counts[source]}" for source in listed)
+    return (
+        f'<div style="white-space:pre-wrap">{shown}</div>'
+        f'<div style="margin-top:0.5em;opacity:0.8;font-size:90%">proposed by: {legend}<br>{html.escape(facts)}</div>'
+    )
+
+
+def _span(text: str, source: str, colours: dict[str, str]) -> str:
+    if not text or source not in colours:
+        return html.escape(text)
+    title = html.escape(source, quote=True)
+    return f'<span style="background:rgba({colours[source]},0.3)" title="{title}">{html.escape(text)}</span>'
 
 
 def stream(

@@ -28,7 +28,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from anabranch.errors import PerformanceWarning
-from anabranch.support.files import check_folder, write_atomically
+from anabranch.support.files import check_folder, keep_recent, write_atomically
 from anabranch.support.log import LOGGER, warn
 
 __all__ = ["PrefixFiles", "StoredBlock"]
@@ -153,27 +153,13 @@ class PrefixFiles:
             }  # fmt: skip
             parts = {name: part.cpu().contiguous() for name, part in zip(("keys", "values"), stored, strict=True)}
             write_atomically(self._path(block.name), save(parts, facts))
-            self._bound()
+            keep_recent(self.folder.glob("*/*.safetensors"), self.most)
         except OSError as error:
             self._failed = True
             LOGGER.warning("texts are no longer kept on disk: %s", error)
         finally:
             with self._lock:
                 self._pending -= size
-
-    def _bound(self) -> None:
-        """Delete the least recently used files beyond ``most`` bytes."""
-        files = []
-        for path in self.folder.glob("*/*.safetensors"):
-            with suppress(FileNotFoundError):
-                facts = path.stat()
-                files.append((facts.st_mtime_ns, facts.st_size, path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= self.most:
-                return
-            path.unlink(missing_ok=True)
-            total -= size
 
     def _touch(self, names: Sequence[str], now: int) -> None:
         for place, name in enumerate(names):

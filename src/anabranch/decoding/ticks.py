@@ -370,7 +370,7 @@ class Ticks:
     # -- errors ------------------------------------------------------------------------------------------
     def _end(self, ticket: Ticket, error: BaseException) -> None:
         with self._mutex:
-            ticket.error, ticket.done = _told(error, self.target.device), True
+            ticket.error, ticket.done = _as_ours(error, self.target.device), True
 
     def _for_this_thread(self, error: BaseException) -> bool:
         """Return whether an error ends the call that ticks, too: Ctrl-C, not what another call's function raised."""
@@ -414,7 +414,8 @@ def _is_short(error: BaseException) -> bool:
     return isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError))
 
 
-def _told(error: BaseException, device: torch.device) -> BaseException:
+def _as_ours(error: BaseException, device: torch.device) -> BaseException:
+    """The error of a request; PyTorch's for a lack of memory becomes ours."""
     if isinstance(error, torch.OutOfMemoryError):
         made = OutOfMemoryError(
             f"{device} has no memory left for this; use a shorter prompt, fewer rows, a smaller tree or device='cpu'"

@@ -28,8 +28,7 @@ from anabranch.drafting.drafter import Row
 from anabranch.drafting.draws import CONFIDENCE
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
-from anabranch.model.pack import packed_like
-from anabranch.model.reads import read_bytes
+from anabranch.model.pack import packed_like, read_bytes
 from anabranch.sampling import MIN_TEMPERATURE, gumbels_of, halves, position_keys
 from anabranch.support.memory import give_back
 

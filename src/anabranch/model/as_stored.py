@@ -29,10 +29,10 @@ from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
-from anabranch.model.experts_backend import backend_of
 from anabranch.model.families import module_rows, weight_source
 from anabranch.model.kernel_use import products_for, warn_about_kernels, why_not_native
 from anabranch.model.matrix import Matrix, forget_made, formats_of
+from anabranch.model.native_backend import backend_of
 from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
 from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
 from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
@@ -94,7 +94,7 @@ class _Weight:
 
     @property
     def quantized(self) -> bool:
-        """Whether any of its blocks is."""
+        """True if any of its blocks is quantised."""
         return any(matrix.kind.name not in FLOATS for _, matrix in self.parts)
 
     @property

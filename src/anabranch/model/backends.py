@@ -25,9 +25,9 @@ from anabranch.model.device.layers import MOST_ROWS, fits, fused_layers, trusted
 from anabranch.model.device.ops import ops
 from anabranch.model.encoder import Source
 from anabranch.model.graphs import Capture, capture_for, span_bucket, width_bucket
-from anabranch.model.inputs import DeviceTrees, Inputs
+from anabranch.model.inputs import DeviceTrees, Inputs, Nodes
 from anabranch.model.network import Network
-from anabranch.model.passes import Nodes, Pass, PassRequest, PassResult, Rider
+from anabranch.model.passes import Pass, PassRequest, PassResult, Rider
 from anabranch.native.library import Library
 from anabranch.sampling import SamplingParams, argmax, target_tokens
 from anabranch.verify import Verdict

@@ -149,25 +149,17 @@ class Cache:
         """Free ``slot``; return the slot whose row moved into it (the last one), or ``slot`` if none moved."""
         last = self.count - 1
         if slot != last:
-            n = self.lengths[last]
-            self.keys[:, slot, :, :n] = self.keys[:, last, :, :n]
-            self.values[:, slot, :, :n] = self.values[:, last, :, :n]
-            if self.states is not None:
-                self.states.copy(last, slot)
-            self._rename(last, slot)
+            self.move_row(last, slot)
         for each in (self.lengths, self.prompts, self.memories):
             each.pop()
         return last
 
-    def _rename(self, source: int, slot: int) -> None:
-        """Let ``slot`` have the length, the rotations and the source of another row."""
-        self.lengths[slot], self.prompts[slot] = self.lengths[source], self.prompts[source]
-        self.memories[slot] = self.memories[source]
-
     def move_row(self, source: int, slot: int) -> None:
         """Copy the row in ``source`` to ``slot``, which is overwritten."""
         self.fork(source, slot, self.lengths[source])
-        self._rename(source, slot)
+        rows: tuple[list[Any], ...] = (self.lengths, self.prompts, self.memories)
+        for each in rows:
+            each[slot] = each[source]
 
     def fork(self, source: int, slot: int, length: int) -> None:
         """Copy the first ``length`` tokens in ``source`` to ``slot``; both may be unused.

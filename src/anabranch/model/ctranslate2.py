@@ -111,18 +111,18 @@ class _Index:
                 f"{self.path} is a model of {spec[:40]!r}, revision {revision}; of CTranslate2's models only {SPEC}, "
                 f"revision {REVISION}, is supported"
             )
-        found: dict[str, _Variable] = {}
+        variables: dict[str, _Variable] = {}
         for _ in range(self.number("I")):
             name, variable = self.string(), self.variable()
-            if name in found:
+            if name in variables:
                 raise self.broken(f"it has {name} twice")
-            found[name] = variable
+            variables[name] = variable
         for _ in range(self.number("I")):
             alias, name = self.string(), self.string()
-            if name not in found:
+            if name not in variables:
                 raise self.broken(f"{alias} stands for {name}, which is not there")
-            found[alias] = found[name]
-        return found
+            variables[alias] = variables[name]
+        return variables
 
     def variable(self) -> _Variable:
         """The shape, type and place of one variable; the file is then behind its data."""
@@ -192,10 +192,10 @@ def _config(path: Path, variables: Mapping[str, _Variable], start: int, end: int
     scalar = partial(_scalar, path, variables)
 
     def shape(name: str, rank: int = 2) -> tuple[int, ...]:
-        found = variables[name].shape
-        if len(found) != rank:
-            raise FileError(f"{path} has {name} of shape {found} instead of {rank} dimensions; {AGAIN}")
-        return found
+        sizes = variables[name].shape
+        if len(sizes) != rank:
+            raise FileError(f"{path} has {name} of shape {sizes} instead of {rank} dimensions; {AGAIN}")
+        return sizes
 
     words, width = shape("decoder/embeddings/weight")
     activation = scalar("decoder/activation")
@@ -297,19 +297,19 @@ def _tokenizer(folder: Path, words: int) -> Any:
     if not (folder / TOKENIZER).is_file():
         raise FileError(f"{folder} has no {TOKENIZER}; copy that of the model there")
     with foreign_errors(unreadable):
-        found = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER), clean_up_tokenization_spaces=False)
-        if 0 < (times := words - len(found)) <= TIMES:  # files of CTranslate2 end before the timestamps
-            found.add_tokens([f"<|{each / 50:.2f}|>" for each in range(times)], special_tokens=True)
-    return found
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER), clean_up_tokenization_spaces=False)
+        if 0 < (times := words - len(tokenizer)) <= TIMES:  # files of CTranslate2 end before the timestamps
+            tokenizer.add_tokens([f"<|{each / 50:.2f}|>" for each in range(times)], special_tokens=True)
+    return tokenizer
 
 
 def _suppressed(folder: Path) -> dict[str, Any]:
     """The suppressed tokens, as transformers names them."""
     described = read_json(folder / "config.json", AGAIN)
-    found: dict[str, Any] = {}
+    suppressed: dict[str, Any] = {}
     for theirs, name in (("suppress_ids", "suppress_tokens"), ("suppress_ids_begin", "begin_suppress_tokens")):
         ids = described.get(theirs) or []
         if not isinstance(ids, list) or not all(is_whole(each, -1, 1 << 31) for each in ids):
             raise FileError(f"{folder / 'config.json'} has {theirs} that are not token ids; {AGAIN}")
-        found[name] = [each for each in ids if each >= 0]
-    return found
+        suppressed[name] = [each for each in ids if each >= 0]
+    return suppressed

@@ -87,7 +87,7 @@ class GenerationDefaults:
 
     @property
     def of_tokens(self) -> dict[str, Any]:
-        """Those that matter where tokens are decoded without their text, with a number of new tokens of their own."""
+        """The defaults that apply where tokens are decoded without their text, and callers limit their number."""
         return {name: value for name, value in self.honoured.items() if name not in (*LENGTHS, "stop_strings")}
 
     def sentences(self, *, text: bool = True) -> list[str]:

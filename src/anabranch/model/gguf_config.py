@@ -288,7 +288,7 @@ def _gemma2(keys: _Keys, config: Config) -> Config:
 
 
 def _query_scale(config: Config, largest: int) -> int:
-    """Not stored in the file: the 27B, of ``largest`` layers, scales by hidden size / heads, the others by head_dim."""
+    """A scale that files lack: hidden size / heads in the 27B, which has ``largest`` layers, head_dim in the others."""
     if config["num_hidden_layers"] == largest:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

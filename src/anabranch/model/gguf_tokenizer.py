@@ -179,14 +179,14 @@ def _pieces(metadata: Metadata) -> Any:
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece, the best score first, then the longest first part, as in Hugging Face."""
-    found = []
+    merges = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
             first, second = piece[:cut], piece[cut:]
             if first in scores and second in scores:
-                found.append((-score, -cut, -len(second), first, second))
-    found.sort(key=lambda merge: merge[:3])
-    return [merge[3:] for merge in found]
+                merges.append((-score, -cut, -len(second), first, second))
+    merges.sort(key=lambda merge: merge[:3])
+    return [merge[3:] for merge in merges]
 
 
 def _byte_level(path: Path, metadata: Metadata) -> Any:

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.tree import DraftTree, depths_of, mask_of
 
-__all__ = ["DeviceTrees", "Inputs", "starts_of"]
+__all__ = ["DeviceTrees", "Inputs", "Nodes", "starts_of"]
 
 
 def starts_of(counts_B: Sequence[int]) -> list[int]:
@@ -130,6 +132,22 @@ class Inputs:
         more = ((0, 0), (0, width - self.width))
         tokens, parents = np.pad(self.tokens_BN, more), np.pad(self.parents_BN, more, constant_values=-1)
         return Inputs(tokens.reshape(-1), parents.reshape(-1), (width,) * len(self.counts_B))
+
+
+class Nodes(NamedTuple):
+    """The inputs of a pass over rows of known lengths, as tensors; ``tree_BNN`` is the mask among the nodes."""
+
+    tokens_BN: Tensor
+    positions_BN: Tensor
+    lengths_B: Tensor
+    tree_BNN: Tensor
+
+    @staticmethod
+    def of(inputs: Inputs, lengths: Sequence[int]) -> Nodes:
+        """The tensors on the host; ``lengths`` are the committed tokens of each row [B]."""
+        lengths_B = np.asarray(lengths, np.int64)
+        arrays = (inputs.tokens_BN, inputs.depths_BN + lengths_B[:, None], lengths_B, inputs.mask_BNN)
+        return Nodes(*map(torch.from_numpy, arrays))
 
 
 class DeviceTrees(Inputs):

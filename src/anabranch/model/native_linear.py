@@ -76,7 +76,7 @@ class Screen:
 
 
 class StoredWeight(NamedTuple):
-    """A weight packed in the formats of its GGUF file (``native.stored``), and the memory that it points to."""
+    """A weight packed in the formats of its GGUF file (``native.library``), and the memory that it points to."""
 
     packed: native.Packed
     memory: Tensor
@@ -147,7 +147,7 @@ class NativeLinear(nn.Module):
 
     @property
     def quantized(self) -> bool:
-        """Whether its rows are rounded to int8."""
+        """True if its rows are rounded to int8."""
         return self.kind in ("int8", "int4", "stored")
 
     @property
@@ -272,8 +272,8 @@ class RowTable(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] -> [..., D]."""
-        found = self.kernels.raw_rows(self.kind, self.rows.numpy(), self.width, tokens.flatten().numpy())
-        return found.view(*tokens.shape, self.width)
+        rows = self.kernels.raw_rows(self.kind, self.rows.numpy(), self.width, tokens.flatten().numpy())
+        return rows.view(*tokens.shape, self.width)
 
 
 def table_of(target: Network) -> native.Table:

@@ -24,14 +24,17 @@ from torch import Tensor, nn
 from anabranch.model.blocks import Block
 from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
-from anabranch.model.experts_backend import backend_of
 from anabranch.model.kernel_use import native_for, products_for, warn_about_kernels
+from anabranch.model.native_backend import backend_of
 from anabranch.model.native_linear import HeadTable, NativeLinear
 from anabranch.model.quantize import GROUP, QuantizedLinear, QuantizedWeight
 from anabranch.native import library as native
 from anabranch.support.memory import give_back
 
-__all__ = ["Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"]
+__all__ = [
+    *("Packable", "PackedLinear", "PackedQuantized", "PackedWeight", "can_pack", "pack_decoder", "packed_like"),
+    *("read_bytes", "weight_bytes"),
+]
 
 PACK_ROWS = 32  # rows that oneDNN optimises the layout for; as fast for 1 to 64 rows
 WIDE = 128  # rows from which PyTorch's kernels multiply by a dequantised copy of the weight
@@ -276,3 +279,38 @@ def _pack(target: Decoder, kernels: native.Library | None) -> bool:
     else:
         target.head = PackedLinear(head.weight, head.bias, keep=True)
     return True
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Bytes of weights read by a greedy pass over one token: blocks, last norm and head, and one row of the embedding.
+
+    For a head with a screen this is the minimum. Of a layer's experts, those that one row passes through are counted.
+    """
+    return read_bytes((decoder.blocks, decoder.norm, decoder.head))
+
+
+def read_bytes(parts: Iterable[nn.Module]) -> int:
+    """Bytes of the weights of some modules, as they are stored for products."""
+    total = 0
+    for part in parts:
+        inside: set[nn.Module] = set()  # modules that are counted already
+        for module in part.modules():
+            if module in inside:
+                continue
+            if isinstance(module, Experts):
+                inside.update(module.experts.modules())
+                total += read_bytes(module.experts) * module.config.chosen // module.config.count
+            elif isinstance(module, NativeLinear):
+                total += module.nbytes if module.screen is None else module.screen.nbytes
+            elif isinstance(module, PackedLinear):
+                total += module.out_features * module.in_features * module.packed.dtype.itemsize
+            elif isinstance(module, QuantizedLinear | PackedQuantized):
+                total += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
+            elif isinstance(module, Packable) and module.packed:
+                total += read_bytes(module.packed.values())
+                continue
+            # ``weight`` is a second copy, which only drafters read
+            kept = isinstance(module, NativeLinear | PackedLinear | PackedQuantized | QuantizedLinear)
+            parameters = module.named_parameters(recurse=False)
+            total += sum(value.nbytes for name, value in parameters if not (kept and name == "weight"))
+    return total

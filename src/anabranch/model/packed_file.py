@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.support.files import cache_home
+from anabranch.support.files import cache_home, keep_recent
 from anabranch.support.log import LOGGER
 from anabranch.support.memory import zeroed
 
@@ -186,19 +186,8 @@ class PackedWriter:
 
 def _clean(folder: Path, most: int) -> None:
     """Remove leftovers, and the entries that were used least recently, until the others have at most ``most`` bytes."""
-    entries, now = [], time.time()
-    for path in folder.iterdir():
+    for path in folder.glob(".*.tmp"):
         with suppress(OSError):
-            stat = path.stat()
-            if path.name.endswith(".tmp"):
-                if now - stat.st_mtime > LEFTOVER_S:
-                    path.unlink()
-            elif path.name.endswith(SUFFIX):
-                entries.append((stat.st_mtime, stat.st_size, path))
-    total = sum(size for _, size, _ in entries)
-    for _, size, path in sorted(entries, key=lambda entry: entry[0]):
-        if total <= most:
-            return
-        with suppress(OSError):
-            path.unlink()
-            total -= size
+            if time.time() - path.stat().st_mtime > LEFTOVER_S:
+                path.unlink()
+    keep_recent(folder.glob(f"*{SUFFIX}"), most)

@@ -21,7 +21,7 @@ from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.device.layers import attend, trusted
-from anabranch.model.inputs import Inputs, starts_of
+from anabranch.model.inputs import Inputs, Nodes, starts_of
 from anabranch.model.recurrent import Ancestry, DeltaNet
 from anabranch.model.relative import relative_bias
 from anabranch.model.riding import NativeRider
@@ -29,23 +29,7 @@ from anabranch.model.rope import Rope
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 
-__all__ = ["Entry", "Need", "Nodes", "Pass", "PassRequest", "PassResult", "Rider"]
-
-
-class Nodes(NamedTuple):
-    """The inputs of a pass over rows of known lengths, as tensors; ``tree_BNN`` is the mask among the nodes."""
-
-    tokens_BN: Tensor
-    positions_BN: Tensor
-    lengths_B: Tensor
-    tree_BNN: Tensor
-
-    @staticmethod
-    def of(inputs: Inputs, lengths: Sequence[int]) -> Nodes:
-        """The tensors on the host; ``lengths`` are the committed tokens of each row [B]."""
-        lengths_B = np.asarray(lengths, np.int64)
-        arrays = (inputs.tokens_BN, inputs.depths_BN + lengths_B[:, None], lengths_B, inputs.mask_BNN)
-        return Nodes(*map(torch.from_numpy, arrays))
+__all__ = ["Entry", "Need", "Pass", "PassRequest", "PassResult", "Rider"]
 
 
 class Pass:
@@ -186,12 +170,12 @@ class Pass:
 
     def recall(self, layer: int, q_BNHE: Tensor) -> Tensor:
         """Attention of the main rows to the sources of their texts [B, N, H E], each of a length of its own."""
-        found = []
+        parts = []
         for b, memory in enumerate(self.cache.memories[self.slots]):
             assert memory is not None, "a row of an encoder-decoder model has a source"
             keys, values = memory.keys[layer][None], memory.values[layer][None]
-            found.append(attention(self.config, q_BNHE[b : b + 1], keys, values, None))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            parts.append(attention(self.config, q_BNHE[b : b + 1], keys, values, None))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def recur(self, layer: int, mixer: DeltaNet, inputs_BNC: Tensor, rates: tuple[Tensor, Tensor]) -> Tensor:
         """The outputs [B, N, H, Ev] of a layer with a recurrent state (``recurrent.States.advance``)."""

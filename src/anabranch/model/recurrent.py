@@ -64,7 +64,7 @@ class Ancestry:
 
 
 class _Tokens(NamedTuple):
-    """What nodes add to the state: k [M, H, Ek], v [M, H, Ev], beta and decay [M, H]; float32."""
+    """The terms that nodes add to the state: k [M, H, Ek], v [M, H, Ev], beta and decay [M, H]; float32."""
 
     k: Tensor
     v: Tensor
@@ -72,7 +72,7 @@ class _Tokens(NamedTuple):
     decay: Tensor
 
     def of(self, nodes: Tensor) -> _Tokens:
-        """Those of some nodes."""
+        """The terms of some nodes."""
         return _Tokens(*(part[nodes] for part in self))
 
     def after(self, state_nHKV: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class _Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pending:
-    """What commit needs of a layer of the last pass.
+    """A layer of the last pass, as commit needs it.
 
     inputs_BLC  the convolution's: W - 1 committed ones, then the nodes'
     deepest     the nodes of the last depth, and their states

@@ -56,7 +56,7 @@ class LayerWeights:
 
     @staticmethod
     def of(block: nn.Module) -> LayerWeights:
-        """The weights of a packed block, without experts (``experts_backend``)."""
+        """The weights of a packed block, without experts (``ExpertsBackend``)."""
         assert isinstance(block, Block)
         mlp, cross = block.mlp, block.cross
         parts: dict[str, Any] = {"qkv": block.qkv, "out": block.out}

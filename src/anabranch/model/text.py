@@ -123,21 +123,21 @@ def tokens_bytes(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
     """``token_bytes`` of several tokens."""
     names = [tokenizer.convert_ids_to_tokens(int(token)) for token in tokens]
     kind, before = _decoder_kind(tokenizer), ""
-    base, found = list[str](), list[bytes]()
+    base, encoded = list[str](), list[bytes]()
     for name in names:
         if name is None:
-            found.append(b"")
+            encoded.append(b"")
         elif kind == "ByteFallback" and (byte := BYTE.fullmatch(name)):
-            found.append(bytes([int(byte[1], 16)]))
+            encoded.append(bytes([int(byte[1], 16)]))
         elif kind == "ByteLevel" and all(letter in _letters() for letter in name):
-            found.append(bytes(_letters()[letter] for letter in name))
+            encoded.append(bytes(_letters()[letter] for letter in name))
         else:
             if not base:
                 base = tokenizer.convert_ids_to_tokens(tokenizer.encode(BASE, add_special_tokens=False))
                 before = str(tokenizer.convert_tokens_to_string(base))
             both = str(tokenizer.convert_tokens_to_string([*base, name]))
-            found.append(both[len(before) :].encode("utf-8", "replace"))
-    return found
+            encoded.append(both[len(before) :].encode("utf-8", "replace"))
+    return encoded
 
 
 def _decoder_kind(tokenizer: Any) -> str:

@@ -134,8 +134,8 @@ def log_mel(samples: Samples, bins: int) -> Tensor:
     for start in range(0, frames, AT_ONCE):
         first = max(0, start - EDGE)
         part = padded[first * HOP : (min(start + AT_ONCE, frames) + EDGE) * HOP]
-        found = _extractor(bins)(part, sampling_rate=RATE, padding="longest", truncation=False, return_tensors="pt")
-        parts.append(found["input_features"][0][:, start - first :][:, : min(AT_ONCE, frames - start)])
+        extracted = _extractor(bins)(part, sampling_rate=RATE, padding="longest", truncation=False, return_tensors="pt")
+        parts.append(extracted["input_features"][0][:, start - first :][:, : min(AT_ONCE, frames - start)])
     features = torch.cat(parts, dim=1)
     return features.clamp_(min=float(features.max()) - RANGE)
 

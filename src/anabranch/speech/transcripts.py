@@ -217,13 +217,13 @@ class _Sound:
         at = 0
         while at < end:
             frames = min(self.windows.frames, end - at)
-            found = self._decoded(at, at + frames, before)
+            hypothesis = self._decoded(at, at + frames, before)
             following = at + frames
-            if not found.silent:
-                more, following = segments_of(self.windows, found, at, frames)
+            if not hypothesis.silent:
+                more, following = segments_of(self.windows, hypothesis, at, frames)
                 segments += more
                 before = [*before, *(token for segment in more for token in segment.tokens)]
-            if not options["condition_on_previous_text"] or found.temperature > HOT:
+            if not options["condition_on_previous_text"] or hypothesis.temperature > HOT:
                 before = []
             self.meter.add(min(following, end) - at)
             at = following
@@ -231,19 +231,19 @@ class _Sound:
 
     def window_alone(self, start: int, stop: int) -> list[Segment]:
         """The segments of one window of several that are decoded together."""
-        found = self._decoded(start, stop, ())
+        hypothesis = self._decoded(start, stop, ())
         self.meter.add(stop - start)
-        return [] if found.silent else segments_of(self.windows, found, start, stop - start, whole=True)[0]
+        return [] if hypothesis.silent else segments_of(self.windows, hypothesis, start, stop - start, whole=True)[0]
 
     def _decoded(self, start: int, stop: int, before: Sequence[int]) -> Hypothesis:
         source, self.first = self.first, None
         if source is None:
             source = Source(tokens=tuple(self.said), features=window(self.features, start, stop, self.windows.frames))
-        found = self.windows.decode(source, self.windows.prompt(self.language[0], before))
-        self.said += found.tokens
-        self.stats.append(found.stats)
-        self.drafter = found.drafter
-        return found
+        hypothesis = self.windows.decode(source, self.windows.prompt(self.language[0], before))
+        self.said += hypothesis.tokens
+        self.stats.append(hypothesis.stats)
+        self.drafter = hypothesis.drafter
+        return hypothesis
 
     def transcript(self, parts: Sequence[Sequence[Segment]]) -> Transcript:
         """The transcript of windows' segments."""

@@ -39,10 +39,10 @@ class Vocabulary:
         ids = tokenizer.get_added_vocab()
 
         def token(*names: str) -> int:
-            found = next((ids[f"<|{name}|>"] for name in names if f"<|{name}|>" in ids), None)
-            if found is None:
+            number = next((ids[f"<|{name}|>"] for name in names if f"<|{name}|>" in ids), None)
+            if number is None:
                 raise ModelError(f"the tokenizer has no token <|{names[0]}|>, so the model is not Whisper")
-            return int(found)
+            return int(number)
 
         tasks = {name: token(name) for name in ("transcribe", "translate")}
         between = range(token("startoftranscript") + 1, min(tasks.values()))

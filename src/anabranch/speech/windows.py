@@ -5,15 +5,18 @@ The thresholds, and what follows from them, are those of OpenAI's ``transcribe``
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from anabranch.declared import ScoreKeywords
+from anabranch.declared import LogitsProcessor, ScoreKeywords
 from anabranch.decoding import generation
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler
@@ -26,11 +29,11 @@ from anabranch.processors import score_processors
 from anabranch.sampling import SamplingParams
 from anabranch.speech.audio import FRAMES_A_SECOND
 from anabranch.speech.options import SpeechKeywords
-from anabranch.speech.rules import Confidence, timestamp_rules
 from anabranch.speech.vocabulary import Vocabulary
 
-__all__ = ["Hypothesis", "Segment", "Windows", "segments_of"]
+__all__ = ["Confidence", "Hypothesis", "Segment", "Windows", "segments_of", "timestamp_rules"]
 
+LATEST = 50  # timestamps after 0.00 that a window may begin with: 1 s, as in OpenAI's Whisper
 HOT = 0.5  # a text decoded at a higher temperature is not shown to later windows
 
 
@@ -119,15 +122,16 @@ class Windows:
 
     def decode(self, source: Source, prompt: list[int]) -> Hypothesis:
         """The text at the first temperature at which it is neither improbable nor repetitive; else at the last."""
-        options, temperatures, found = self.options, self.options["temperature"], None
+        options, temperatures, hypothesis = self.options, self.options["temperature"], None
         assert isinstance(temperatures, Sequence)
         for temperature in temperatures:
-            found = self._decoded(source, prompt, temperature, () if found is None else found.tokens)
-            probable = found.avg_log_prob >= options["log_prob_threshold"]
-            if found.silent or (probable and found.compression_ratio <= options["compression_ratio_threshold"]):
+            hypothesis = self._decoded(source, prompt, temperature, () if hypothesis is None else hypothesis.tokens)
+            probable = hypothesis.avg_log_prob >= options["log_prob_threshold"]
+            repetitive = hypothesis.compression_ratio > options["compression_ratio_threshold"]
+            if hypothesis.silent or (probable and not repetitive):
                 break
-        assert found is not None, "there is at least one temperature"
-        return found
+        assert hypothesis is not None, "there is at least one temperature"
+        return hypothesis
 
     def _decoded(self, source: Source, prompt: list[int], temperature: float, expected: Sequence[int]) -> Hypothesis:
         """A window's text at one temperature, with drafts from the text at the temperature before."""
@@ -206,3 +210,63 @@ def segments_of(
             times_of_file = (round(offset + begin, 2), round(offset + last, 2))
             segments.append(Segment(*times_of_file, text, list(part), *about, hypothesis.no_speech_prob))
     return segments, start + step
+
+
+# -- logits processors, which plain decoding and drafts follow alike (V vocabulary) --------------------------
+def timestamp_rules(vocabulary: Vocabulary, begin: int) -> LogitsProcessor:
+    """OpenAI's ``ApplyTimestampRules`` for a text that begins after ``begin`` tokens.
+
+    Timestamps come in pairs, except before the end, and never decrease; the first token is one of at most 1 s; and
+    where all timestamps together are more probable than any other token, the next token is a timestamp.
+    """
+    return partial(_apply, vocabulary, begin)
+
+
+def _apply(vocabulary: Vocabulary, begin: int, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
+    first, text = vocabulary.first_timestamp, tokens[begin:]
+    logits_V[vocabulary.no_timestamps] = -math.inf
+    if not text:
+        logits_V[:first] = -math.inf
+        logits_V[first + LATEST + 1 :] = -math.inf
+        return logits_V
+    paired = len(text) < 2 or text[-2] >= first
+    if text[-1] >= first:
+        if paired:  # text follows
+            logits_V[first:] = -math.inf
+        else:  # the second of a pair follows, or the end
+            logits_V[: vocabulary.end] = -math.inf
+    last = next((token for token in reversed(text) if token >= first), None)
+    if last is not None:
+        open_pair = text[-1] >= first and not paired
+        logits_V[first : last if open_pair else last + 1] = -math.inf
+    if torch.logsumexp(logits_V[first:], 0) > logits_V[:first].max():
+        logits_V[:first] = -math.inf
+    return logits_V
+
+
+class Confidence:
+    """A processor that changes nothing and records the log probability of each token that follows.
+
+    As the last one it sees what temperature divides, which is where OpenAI's Whisper takes log probabilities. Decoding
+    asks for each place of a text once, in order (``verify.follow``).
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, float] = {}  # by place of the token
+        self._last: tuple[int, Tensor] | None = None
+
+    def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
+        """Record the last token of ``tokens``, and keep the logits [V] of the next."""
+        self._settle(tokens)
+        self._last = len(tokens), logits_V
+        return logits_V
+
+    def _settle(self, tokens: Sequence[int]) -> None:
+        if self._last is not None and self._last[0] < len(tokens):
+            place, logits_V = self._last
+            self._values[place] = float(logits_V[tokens[place]] - logits_V.logsumexp(0))
+
+    def total(self, prompt: Sequence[int], new: Sequence[int]) -> float:
+        """The log probability of the tokens ``new`` after ``prompt``."""
+        self._settle([*prompt, *new])
+        return math.fsum(self._values.get(len(prompt) + place, 0.0) for place in range(len(new)))

@@ -7,8 +7,8 @@ import re
 import shlex
 import tempfile
 import threading
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -21,6 +21,7 @@ __all__ = [
     "check_folder",
     "check_output",
     "check_writable",
+    "keep_recent",
     "shown_command",
     "without_folders",
     "write_atomically",
@@ -82,6 +83,22 @@ def write_atomically(path: Path, data: str | bytes) -> None:
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
+
+
+def keep_recent(paths: Iterable[Path], most: int) -> None:
+    """Delete the files that were used least recently, by their times, until the others have at most ``most`` bytes."""
+    files = []
+    for path in paths:
+        with suppress(OSError):  # deleted by another process
+            status = path.stat()
+            files.append((status.st_mtime_ns, status.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= most:
+            return
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            total -= size
 
 
 def check_folder(folder: Path, what: str, instead: str) -> None:

@@ -27,9 +27,9 @@ from anabranch.model.config import EncoderConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Memory, Source
 from anabranch.model.inputs import Inputs
+from anabranch.model.pack import weight_bytes
 from anabranch.model.passes import PassResult
 from anabranch.model.quantize import check_quantization
-from anabranch.model.reads import weight_bytes
 from anabranch.sampling import SamplingParams, gumbels, position_keys, process_logits, target_probs
 from anabranch.verify import Rule
 

@@ -14,12 +14,12 @@ from anabranch.drafting.head import DraftHead
 from anabranch.methods.eagle.module import EagleModule
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
+from anabranch.model.inputs import Inputs, Nodes
 from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear
-from anabranch.model.passes import Nodes, Pass
+from anabranch.model.pack import read_bytes
+from anabranch.model.passes import Pass
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.reads import read_bytes
 from anabranch.model.stack import LayerWeights, Stack
 from anabranch.support.memory import give_back
 

@@ -17,8 +17,8 @@ from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.heads.drafter import HeadDraft, HeadDrafter, HeadSettings, HeadState
 from anabranch.methods.hydra.module import HydraModule, Memory, PrefixLayer
 from anabranch.model.decoder import Decoder
+from anabranch.model.pack import read_bytes
 from anabranch.model.passes import PassResult
-from anabranch.model.reads import read_bytes
 from anabranch.tree import DraftTree
 
 __all__ = ["HydraDraft", "PrefixDrafter"]

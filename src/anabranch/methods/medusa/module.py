@@ -20,7 +20,7 @@ from anabranch.methods.medusa.recipes import MedusaConfig
 from anabranch.methods.terms import terms_of
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.reads import read_bytes
+from anabranch.model.pack import read_bytes
 
 __all__ = ["MedusaConfig", "MedusaModule", "MedusaStates", "begin_with_heads"]
 

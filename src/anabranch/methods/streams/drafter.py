@@ -24,8 +24,8 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Source
 from anabranch.model.graphs import span_bucket
 from anabranch.model.inputs import DeviceTrees
+from anabranch.model.pack import read_bytes
 from anabranch.model.passes import Rider
-from anabranch.model.reads import read_bytes
 from anabranch.sampling import SamplingParams, generator
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule

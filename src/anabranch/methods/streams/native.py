@@ -24,8 +24,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear, table_of
-from anabranch.model.pack import packed_like
-from anabranch.model.reads import read_bytes
+from anabranch.model.pack import packed_like, read_bytes
 from anabranch.model.riding import NativeRider, Side, Term
 from anabranch.model.stack import LayerWeights, Stack, norm_weight
 from anabranch.native.arguments import address

@@ -119,8 +119,8 @@ def _attend(
                 result = result * mine[:, None] + tl.load(of[:, None] + e[None, :], cache_modifier=".cg") * its[:, None]
                 most = new
     if last:
-        found = result / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + at, found.to(out.dtype.element_ty), mask=valid[:, None] & in_e[None, :])
+        attended = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + at, attended.to(out.dtype.element_ty), mask=valid[:, None] & in_e[None, :])
 
 
 def attend(

@@ -32,10 +32,7 @@ class Case:
 
 
 def difference(case: Case, kernels: Mapping[str, Any], device: torch.device) -> str:
-    """How the kernel's result differs from the operation's on the host; empty: not by more than rounding.
-
-    A kernel that raises has no result: then the error is told.
-    """
+    """The difference of a kernel's result from the operation's on the host, or its error; empty: at most rounding."""
     try:
         return _difference(case, kernels, device)
     except Exception as error:  # Triton's compiler and CUDA's driver raise errors of any class

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.device.cases import cases, difference
 from anabranch.model.device.ops import ACTIVATIONS, NORMS, implement, ops
+from anabranch.model.inputs import Nodes
 from anabranch.model.mlp import MLP
 from anabranch.model.network import Network
 
@@ -44,7 +45,7 @@ KNOWN = frozenset(
 
 
 def trusted(device: torch.device) -> bool:
-    """Whether a device has kernels for the fused operations that agree with their definitions; warns if they do not."""
+    """True if a device has kernels for the fused operations that agree with their definitions; warns if they do not."""
     return device.type == "cuda" and _tried(device)
 
 
@@ -64,7 +65,7 @@ def _tried(device: torch.device) -> bool:
 
 
 def fits(network: Network) -> bool:
-    """Whether ``fused_layer`` computes the layers of a network as its blocks do."""
+    """True if ``fused_layer`` computes the layers of a network as its blocks do."""
     config = network.config
     usual = all(
         getattr(config, field.name) == field.default
@@ -143,26 +144,10 @@ def attend(
     return a
 
 
-class Where(Protocol):
-    """The nodes of a pass: ``passes.Nodes``."""
-
-    @property
-    def positions_BN(self) -> Tensor:
-        """Positions in the text."""
-
-    @property
-    def lengths_B(self) -> Tensor:
-        """Committed tokens of each row."""
-
-    @property
-    def tree_BNN(self) -> Tensor:
-        """The nodes that each node sees."""
-
-
 def fused_layers(
     network: Network,
     x_BND: Tensor,
-    nodes: Where,
+    nodes: Nodes,
     table: Tensor,
     cache: Cache,
     slots: slice,
@@ -190,7 +175,7 @@ def _layer(
     block: Block,
     layer: int,
     x_BND: Tensor,
-    nodes: Where,
+    nodes: Nodes,
     table: Tensor,
     places_BN: Tensor,
     keys_BKCE: Tensor,

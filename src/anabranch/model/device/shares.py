@@ -38,7 +38,7 @@ def shares_of(blocks: int, steps: int) -> int:
 
 @triton.jit
 def is_last(count, share, SHARES: tl.constexpr):
-    """Whether this program is the last of those that share a block; all of them have stored their parts by then."""
+    """True if this program is the last of those that share a block; all of them have stored their parts by then."""
     tl.debug_barrier()  # all threads of this program have stored
     before = tl.atomic_add(count, 1, sem="acq_rel")
     last = before == SHARES - 1

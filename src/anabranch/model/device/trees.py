@@ -109,10 +109,10 @@ def _verify(tokens, parents, chosen, verdicts, N, PN: tl.constexpr):
     while step < N:
         matches = inside & (parent == here) & (token == wanted)
         # the first of equal siblings, as on the host
-        found = tl.min(tl.where(matches, node, PN), axis=0).to(tl.int64)
-        hit = found < N
-        tl.store(to + 2 + count, found, mask=hit)
-        here = tl.where(hit, found, here)
+        child = tl.min(tl.where(matches, node, PN), axis=0).to(tl.int64)
+        hit = child < N
+        tl.store(to + 2 + count, child, mask=hit)
+        here = tl.where(hit, child, here)
         wanted = tl.load(chosen + batch * N + here)
         count += hit.to(tl.int64)
         step = tl.where(hit, step + 1, N)

@@ -8,7 +8,7 @@ from anabranch.errors import ModelError
 from anabranch.model.check import check_rope_fields, layer_kinds
 from anabranch.model.config import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
 from anabranch.model.families import parts
-from anabranch.model.families.kinds import Fields
+from anabranch.model.families.parts import Fields
 from anabranch.support.jsonfiles import is_whole, shown
 
 

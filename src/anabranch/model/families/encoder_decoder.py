@@ -7,7 +7,7 @@ from dataclasses import replace
 from anabranch.errors import ModelError
 from anabranch.model.config import EncoderConfig, ModelConfig, RelativeConfig
 from anabranch.model.families import parts
-from anabranch.model.families.kinds import Fields
+from anabranch.model.families.parts import Fields
 from anabranch.support.jsonfiles import shown
 
 # T5 has no table of positions; the encoder keeps a bias for each head and two positions, 0.8 GB in T5 base's layers

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from anabranch.errors import ModelError
 from anabranch.model.check import check_rope_fields, check_share, layer_kinds
 from anabranch.model.config import RopeConfig
-from anabranch.model.families.kinds import Fields
 from anabranch.model.fields import FIELDS
 from anabranch.model.rope import ROPE_VARIANTS, check_rope
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["activation", "biases", "head_dim", "rms", "rope", "ropes", "sizes", "sliding", "uniform"]
+__all__ = ["Fields", "activation", "biases", "head_dim", "rms", "rope", "ropes", "sizes", "sliding", "uniform"]
 
+Fields = dict[str, Any]  # honoured fields of config.json with their defaults, or fields of a ModelConfig
 _BIAS = ("qkv_bias", "out_bias")
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh", "relu"]] = {
@@ -143,7 +143,7 @@ def ropes(f: Fields, head_dim: int) -> Fields:
     # transformers uses rope_theta for one kind of layers only
     base = FIELDS[f["family"]].honoured["rope_theta"]
     bases = {_FULL: f["rope_theta"], _SLIDES: f.get("rope_local_base_freq", base)}
-    found = {}
+    by_kind = {}
     for kind, theta in bases.items():
         record = records.get(kind)
         if not isinstance(record, dict | None):
@@ -152,15 +152,15 @@ def ropes(f: Fields, head_dim: int) -> Fields:
                 "config or fetch the model again"
             )
         read = {"rope_parameters": record, "rope_scaling": None, "rope_theta": theta}
-        found[kind] = rope({**f, **read, "original_max_position_embeddings": None}, head_dim)
-    scaling = found[_SLIDES].scaling
+        by_kind[kind] = rope({**f, **read, "original_max_position_embeddings": None}, head_dim)
+    scaling = by_kind[_SLIDES].scaling
     if scaling is not None and scaling["rope_type"] in ("dynamic", "longrope"):
         raise ModelError(
             f"rope_parameters.{_SLIDES} in the model's config has the rotary variant {shown(scaling['rope_type'])}, "
             "which is supported for layers without a window only; use another model"
         )
-    same = found[_SLIDES] == found[_FULL]
-    return {"rope": found[_FULL], "sliding_rope": None if same else found[_SLIDES]}
+    same = by_kind[_SLIDES] == by_kind[_FULL]
+    return {"rope": by_kind[_FULL], "sliding_rope": None if same else by_kind[_SLIDES]}
 
 
 def rms(f: Fields) -> Fields:

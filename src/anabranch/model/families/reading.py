@@ -8,8 +8,7 @@ from dataclasses import replace
 from anabranch.errors import ModelError
 from anabranch.model.check import check_config, check_fields, token_ids
 from anabranch.model.config import ModelConfig
-from anabranch.model.families.kinds import Family, HfConfig, Layout, Source
-from anabranch.model.families.table import FAMILIES, UNSUPPORTED
+from anabranch.model.families.table import FAMILIES, UNSUPPORTED, Family, HfConfig, Layout, Source
 from anabranch.model.fields import FIELDS, family_of, read_fields, text_part
 from anabranch.model.rope import context_length
 from anabranch.support.jsonfiles import shown
