@@ -134,7 +134,7 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figure 20", "streams against a draft model, by equation 10", "reproduced"),
-        "[theory](theory.md#closed-forms); `anabranch analyze` draws it",
+        "[theory](theory.md#closed-forms); `research/theory_figures.py` draws it",
     ),
     Item(
         *(ACL, "figure 21", "long contexts", "differs"),

@@ -78,14 +78,16 @@ def speed() -> list[str]:
     transformers, llama = peer(default, "transformers"), peer(default, LLAMA)
     assert transformers is not None
     assert llama is not None
+    counts = (large.prompts, small.prompts)
+    prompts = str(counts[0]) if counts[0] == counts[1] else f"{counts[0]} and {counts[1]}"
     return [
         f"- **Your GGUF file as it is stored**, without a second rounding: {LARGE} in Q4_K_M at {_stored(large)}; "
-        f"the 0.5B at {_stored(small)} ({large.prompts} and {small.prompts} prompts of Spec-Bench, "
-        f"{machine(large)}; [1.5B](benchmarks/{large.stem}.json), [0.5B](benchmarks/{small.stem}.json)).",
+        f"the 0.5B at {_stored(small)} ({prompts} prompts of Spec-Bench, {machine(large)}; "
+        f"[1.5B](benchmarks/{large.stem}.json), [0.5B](benchmarks/{small.stem}.json)).",
         "- **No account, no hub**: the default model (135M) comes through pip and decodes "
         f"{over(full, transformers):.1f} times as fast as `transformers` in the same bf16, in int4 "
         f"{over(packed, llama):.1f} times as fast as `llama.cpp` ({machine(default)}; "
-        f"[file](benchmarks/{default.stem}.json)).",
+        f"[result](benchmarks/{default.stem}.json)).",
     ]
 
 
@@ -136,10 +138,10 @@ def engines() -> list[str]:
     fewer = f" {FEWER}\u00a0On {min(few)} of these prompts." if few else ""
     counted = " and ".join(f"{run.prompts} prompts of {run.suite}" for run in suites)
     return [
-        f"{LARGE}-Instruct in Q4_K_M (1.12 GB), every engine on the same file, {machine(first)}, {counted}, greedy, "
-        f"{first.result['run']['max_new_tokens']} new tokens, one prompt at a time, its reading included "
-        f"({', '.join(run.source for run in suites)}). Speculation alone is worth a factor of {gains}, medians over "
-        f"prompts with quartiles; the kernels give the rest. [Three targets](docs/benchmarks/engines.md), "
+        f"Every engine on the same file, {LARGE}-Instruct in Q4_K_M (1.12 GB); {machine(first)}; {counted}, greedy, "
+        f"{first.result['run']['max_new_tokens']} new tokens, one prompt at a time; rates include reading the prompt "
+        f"({', '.join(run.source for run in suites)}). Speculation alone gives a factor of {gains} (medians over "
+        f"prompts, quartiles), the kernels the rest. [Three targets](docs/benchmarks/engines.md), "
         f"[pass costs](docs/benchmarks/sizes.md).{fewer}",
         "",
         *table(titles, rows)[:-1],

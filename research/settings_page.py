@@ -1,4 +1,4 @@
-"""Write docs/settings.md, the settings of all drafters and the options of all trainings, from their dataclasses.
+"""Write docs/settings.md, the settings of all drafters, from their dataclasses.
 
 python research/settings_page.py            # write
 python research/settings_page.py --check    # write nothing; exit 1 if the page would change
@@ -13,7 +13,6 @@ from dataclasses import fields
 
 from anabranch.drafting.drafter import Method
 from anabranch.drafting.settings import Settings
-from anabranch.learning.recipe import COMMON
 from anabranch.methods import methods
 from benchmark_tables import table
 from generated import write_or_check
@@ -23,15 +22,11 @@ PAGES = {"draft_model", "eagle", "hydra", "lookahead", "medusa", "ngram", "promp
 PAGES |= {"rest", "space", "staged", "streams", "suffix"}
 INTRODUCTION = """# Settings
 
-Made from the code by `python research/settings_page.py`; `--help` of `generate` and of `train` prints the same.
+Made from the code by `python research/settings_page.py`; `anabranch train METHOD --help` lists those of trainings.
 
 ## Drafters
 
 Settings follow the name of a drafter: `streams:tree=32,prune=16`.
-""".splitlines()
-TRAINING = """## Training
-
-Options that a recipe sets and the command line overrides; `--help` compares the recipes of a method.
 """.splitlines()
 
 
@@ -79,22 +74,9 @@ def _linked(method: Method) -> str:
     return f"[`{method.name}`](methods/{page}.md)" if page in PAGES else f"`{method.name}`"
 
 
-def training() -> Iterator[tuple[str, str, str]]:
-    """(option, meaning, methods that have it), those of every training first."""
-    of: dict[tuple[str, str], list[str]] = {(name, option.help): [] for name, option in COMMON.items()}
-    for method in methods():
-        if method.trained is not None and method.name != "medusa2":
-            for name, option in method.trained.training.options.items():
-                of.setdefault((name, option.help), []).append(f"`{method.name}`")
-    most = max(map(len, of.values()))
-    for (name, meaning), names in of.items():
-        yield f"`--{name.replace('_', '-')}`", meaning, "all" if len(names) == most else ", ".join(names)
-
-
 def outputs() -> dict[str, str]:
     """The text of the page."""
     lines = [*INTRODUCTION, "", *table(("drafter", "setting", "default", "meaning"), list(drafters()), left=4)]
-    lines += [*TRAINING, "", *table(("option", "meaning", "methods"), list(training()), left=3)]
     return {PAGE: "\n".join(lines).rstrip() + "\n"}
 
 

@@ -74,18 +74,18 @@ def test_when_a_count_agrees_with_a_printed_one(papers: ModuleType, text: str, c
 
 @pytest.mark.parametrize("name", ["OPT-1.3b", "Phi-1.3b", "Phi-3", "Llama-2-7B", "Mistral-7B"])
 def test_the_counts_are_the_formulae(papers: ModuleType, name: str) -> None:
-    found, decoder = papers.counted(name), target(name)
+    count, decoder = papers.counted(name), target(name)
     h, v = decoder.config.hidden_size, decoder.config.vocab_size
     norm = h * (2 if decoder.config.norm == "layer" else 1)
     layer = parameters(decoder.blocks[0])
-    assert found["Speculative Streaming, shared"] == (4 + 2 * 8) * h
-    assert found["Speculative Streaming, lossless"] == (4 + 2 * 8) * h + 4 * 2 * 8 * h
-    assert found["SPACE"] == 4 * h
-    assert found["Medusa"] == 4 * (h * h + h * v + h)  # with the block's bias
+    assert count["Speculative Streaming, shared"] == (4 + 2 * 8) * h
+    assert count["Speculative Streaming, lossless"] == (4 + 2 * 8) * h + 4 * 2 * 8 * h
+    assert count["SPACE"] == 4 * h
+    assert count["Medusa"] == 4 * (h * h + h * v + h)  # with the block's bias
     hydra = sum(2 * ((k + 1) * h * h + h) + h * v for k in range(1, 5))
-    assert found["Hydra"] == hydra
-    assert found["Hydra++"] == hydra + 4 * 3 * (h * h + h) + layer
-    assert found["EAGLE"] == 2 * h * h + layer + norm
+    assert count["Hydra"] == hydra
+    assert count["Hydra++"] == hydra + 4 * 3 * (h * h + h) + layer
+    assert count["EAGLE"] == 2 * h * h + layer + norm
 
 
 def test_a_printed_number_that_differs_stands_out(papers: ModuleType) -> None:
@@ -97,34 +97,34 @@ def test_a_printed_number_that_differs_stands_out(papers: ModuleType) -> None:
 
 def test_counts_of_one_target() -> None:
     s = DraftShape(context=100)
-    found = costs("Llama-2-7B", s)
+    counted = costs("Llama-2-7B", s)
     h, v, inner = 4096, 32_000, 11_008
     layer = 4 * h * h + 3 * h * inner
-    assert found["medusa"].operations == 2 * 4 * (h * h + h * v)
-    assert found["medusa"].read == 2 * 4 * (h * h + h * v)
-    assert found["eagle"].operations == 4 * (2 * (2 * h * h + layer + h * v) + 4 * h * 100)
+    assert counted["medusa"].operations == 2 * 4 * (h * h + h * v)
+    assert counted["medusa"].read == 2 * 4 * (h * h + h * v)
+    assert counted["eagle"].operations == 4 * (2 * (2 * h * h + layer + h * v) + 4 * h * 100)
     whole = 2 * (32 * layer + h * v) + 32 * 4 * h * 100
-    assert found["lookahead"].operations == 80 * whole
-    assert found["lookahead"].parameters == found["lookahead"].read == 0
+    assert counted["lookahead"].operations == 80 * whole
+    assert counted["lookahead"].parameters == counted["lookahead"].read == 0
     lean = 4 * (2 * (4 * h * h + 2 * 8 * h) + 4 * h * 64) + 2 * h * v
-    assert found["streams, optimised"].operations == 4 * lean
+    assert counted["streams, optimised"].operations == 4 * lean
     full = 4 * (2 * (layer + 2 * 8 * h) + 4 * h * 100) + 2 * h * v
-    assert found["streams"].operations == 4 * full
+    assert counted["streams"].operations == 4 * full
 
 
 def test_claims_of_the_paper_about_its_figures() -> None:
-    found = costs("Llama-2-13B")
+    counted = costs("Llama-2-13B")
     # appendix H: written down naively, more arithmetic than Eagle; the optimisations cut it
-    assert found["streams"].operations > found["eagle"].operations
-    assert found["streams, optimised"].operations < found["streams"].operations / 2
+    assert counted["streams"].operations > counted["eagle"].operations
+    assert counted["streams, optimised"].operations < counted["streams"].operations / 2
     # figure 8: streams hold and read least of all that train anything (SPACE, which holds less, is not in it)
-    others = [m for m in found if m not in ("lookahead", "space") and not m.startswith("streams")]
-    trained = [found[m] for m in others]
-    assert all(found["streams"].parameters < c.parameters / 100 for c in trained)
-    assert all(found["streams"].read < c.read / 100 for c in trained)
+    others = [m for m in counted if m not in ("lookahead", "space") and not m.startswith("streams")]
+    trained = [counted[m] for m in others]
+    assert all(counted["streams"].parameters < c.parameters / 100 for c in trained)
+    assert all(counted["streams"].read < c.read / 100 for c in trained)
     riding = costs("Llama-2-13B", DraftShape(nodes=32), methods=OURS)
-    assert all(riding[m].operations > 16 * found[m].operations for m in OURS)
-    assert all(riding[m].parameters == found[m].parameters for m in OURS)
+    assert all(riding[m].operations > 16 * counted[m].operations for m in OURS)
+    assert all(riding[m].parameters == counted[m].parameters for m in OURS)
 
 
 def test_long_contexts_pay_for_the_limited_attention() -> None:

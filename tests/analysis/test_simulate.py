@@ -62,20 +62,24 @@ def test_nodes_that_a_cut_keeps(cut: Cut, left: list[int]) -> None:
 )
 def test_the_recorded_settings_give_what_was_counted(tmp_path: Path, spec: str) -> None:
     trace, steps = record(tmp_path / "run.jsonl", spec, REQUESTS)
-    found, stats = simulate(trace), Stats.of(steps)
-    assert found.mean_acceptance_length == stats.mean_acceptance_length
-    assert (found.tokens, found.steps, found.draft_nodes) == (stats.tokens, stats.steps, stats.draft_nodes)
-    assert found.accepted == stats.accepted
-    assert found.acceptance_by_depth() == stats.acceptance_by_depth()
-    assert found.floor is None
+    prediction, stats = simulate(trace), Stats.of(steps)
+    assert prediction.mean_acceptance_length == stats.mean_acceptance_length
+    assert (prediction.tokens, prediction.steps, prediction.draft_nodes) == (
+        stats.tokens,
+        stats.steps,
+        stats.draft_nodes,
+    )
+    assert prediction.accepted == stats.accepted
+    assert prediction.acceptance_by_depth() == stats.acceptance_by_depth()
+    assert prediction.floor is None
 
 
 def test_the_recorded_settings_of_reject_too(tmp_path: Path) -> None:
     requests = [request(8, seed=seed, new=40, sampling=SAMPLED, rule="rejection") for seed in range(3)]
     trace, steps = record(tmp_path / "run.jsonl", "streams:tree=product,k=2", requests, rule="rejection")
-    found, stats = simulate(trace), Stats.of(steps)
-    assert found.accepted == stats.accepted
-    assert found.mean_acceptance_length == stats.mean_acceptance_length
+    prediction, stats = simulate(trace), Stats.of(steps)
+    assert prediction.accepted == stats.accepted
+    assert prediction.mean_acceptance_length == stats.mean_acceptance_length
     assert 0 < (overlap(trace) or 0) < 1
     shallow = simulate(trace, Cut(depth=1))
     assert shallow.steps == stats.steps
@@ -98,12 +102,12 @@ def test_the_recorded_settings_of_reject_too(tmp_path: Path) -> None:
 def test_a_recording_of_every_position_replays_without_error(tmp_path: Path, cut: Cut, narrow: str) -> None:
     every, _ = record(tmp_path / "every.jsonl", WIDE, REQUESTS, every_position=True)
     _, steps = record(tmp_path / "real.jsonl", narrow, REQUESTS)
-    found = simulate(every, cut)
-    assert (found.tokens, found.steps) == (Stats.of(steps).tokens, len(steps))
-    assert found.draft_nodes == Stats.of(steps).draft_nodes
-    assert found.accepted == histogram(steps)
-    assert found.floor is None
-    assert max(found.accepted) > 0 or narrow == "none"
+    prediction = simulate(every, cut)
+    assert (prediction.tokens, prediction.steps) == (Stats.of(steps).tokens, len(steps))
+    assert prediction.draft_nodes == Stats.of(steps).draft_nodes
+    assert prediction.accepted == histogram(steps)
+    assert prediction.floor is None
+    assert max(prediction.accepted) > 0 or narrow == "none"
 
 
 @pytest.mark.parametrize(
@@ -114,9 +118,9 @@ def test_product_trees_hold_all_smaller_ones(tmp_path: Path, cut: Cut, narrow: s
     wide = "streams:tree=product,k=4"
     every, _ = record(tmp_path / "every.jsonl", wide, REQUESTS, every_position=True)
     _, steps = record(tmp_path / "real.jsonl", narrow.replace("PRODUCT", wide), REQUESTS)
-    found = simulate(every, cut)
-    assert found.accepted == histogram(steps)
-    assert found.steps == len(steps)
+    prediction = simulate(every, cut)
+    assert prediction.accepted == histogram(steps)
+    assert prediction.steps == len(steps)
 
 
 def test_real_steps_replay_between_floor_and_recording(tmp_path: Path) -> None:
@@ -134,9 +138,9 @@ def test_milliseconds_by_width(tmp_path: Path) -> None:
     latency = Latency.read(table)
     assert latency(16) == 25
     assert latency(32) is None
-    found = simulate(trace, Cut(nodes=1), latency=latency)
+    prediction = simulate(trace, Cut(nodes=1), latency=latency)
     # plain decoding: one token in ten milliseconds
-    assert found.tokens_per_second == pytest.approx(100.0)
+    assert prediction.tokens_per_second == pytest.approx(100.0)
     whole = simulate(trace, latency=latency)
     assert whole.ms == pytest.approx(sum(9 + step.tree.size for step in steps))
     (tmp_path / "latency.json").write_text('{"31": 40, "1": 10}')
@@ -192,6 +196,6 @@ def test_recordings_of_several_methods_are_merged(tmp_path: Path) -> None:
     both = [record(tmp_path / f"{n}.jsonl", spec, REQUESTS, every_position=True)[0] for n, spec in enumerate(SPECS)]
     _, steps = record(tmp_path / "real.jsonl", "+".join(SPECS), REQUESTS)
     rows = [merged(parts, [Cut(nodes=12), Cut()]) for parts in zip(*(trace.rows() for trace in both), strict=True)]
-    found = replay(rows, ranking=Ranking(12))
-    assert (found.tokens, found.steps) == (Stats.of(steps).tokens, len(steps))
-    assert found.accepted == histogram(steps)
+    replayed = replay(rows, ranking=Ranking(12))
+    assert (replayed.tokens, replayed.steps) == (Stats.of(steps).tokens, len(steps))
+    assert replayed.accepted == histogram(steps)

@@ -44,15 +44,15 @@ def test_a_recording_holds_what_happened(tmp_path: Path, spec: str) -> None:
     records = list(trace)
     assert trace.settings == {"drafter": spec}
     assert len(records) == len(steps)
-    for found, step in zip(records, steps, strict=True):
+    for stored, step in zip(records, steps, strict=True):
         for name in ("row", "verdict", "tokens", "finish", "drafted"):
-            assert getattr(found, name) == getattr(step, name)
-        assert found.timings.total == pytest.approx(step.timings.total, abs=1e-6)
-        assert found.tree.tokens.tolist() == step.tree.tokens.tolist()
-        assert found.tree.parents.tolist() == step.tree.parents.tolist()
-        assert found.tree.sources == step.tree.sources
-        assert np.array_equal(found.tree.log_probs, step.tree.log_probs)  # to the bit
-        assert len(found.ranks) == found.verdict.accepted
+            assert getattr(stored, name) == getattr(step, name)
+        assert stored.timings.total == pytest.approx(step.timings.total, abs=1e-6)
+        assert stored.tree.tokens.tolist() == step.tree.tokens.tolist()
+        assert stored.tree.parents.tolist() == step.tree.parents.tolist()
+        assert stored.tree.sources == step.tree.sources
+        assert np.array_equal(stored.tree.log_probs, step.tree.log_probs)  # to the bit
+        assert len(stored.ranks) == stored.verdict.accepted
     for row in trace.rows():
         own = [step for step in steps if step.row == row.records[0].row]
         assert row.tokens == tuple(token for step in own for token in step.tokens)
@@ -89,11 +89,11 @@ def test_every_position_has_the_draft_that_would_be_made_there(tmp_path: Path) -
         assert row.tokens == real.tokens
         assert [r.at for r in row.records] == list(range(len(row.tokens)))
         at = {r.at: r for r in row.records}
-        for found in real.records:
-            whole, depth = at[found.at].tree, at[found.at].max_depth
+        for stored in real.records:
+            whole, depth = at[stored.at].tree, at[stored.at].max_depth
             tree = whole.select((whole.depths <= depth).nonzero()[0])  # near the end a draft is cut
-            assert tree.tokens.tolist() == found.tree.tokens.tolist()
-            assert tree.parents.tolist() == found.tree.parents.tolist()
+            assert tree.tokens.tolist() == stored.tree.tokens.tolist()
+            assert tree.parents.tolist() == stored.tree.parents.tolist()
 
 
 def test_unverified_drafts_and_reject_do_not_go_together(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_probabilities_of_nodes_survive(log_probs: list[float] | None, tmp_path:
     tree = DraftTree.chain(3, [4], log_probs=log_probs)
     with TraceWriter(tmp_path / "other.jsonl", settings={}) as writer:
         writer.add(Step(0, step.tokens, step.sources, tree, 1, step.verdict, step.timings))
-    (found,) = read_trace(tmp_path / "other.jsonl")
-    assert (None if found.tree.log_probs is None else found.tree.log_probs.tolist()) == (
+    (stored,) = read_trace(tmp_path / "other.jsonl")
+    assert (None if stored.tree.log_probs is None else stored.tree.log_probs.tolist()) == (
         log_probs and [0.0, *log_probs]
     )
 

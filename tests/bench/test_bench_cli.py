@@ -96,15 +96,15 @@ def test_quantized_weights_have_a_plain_decoding_of_their_own(bench: Bench, tmp_
     done = bench("--method", "small=prompt_lookup@int8", "--method", "streams@int4", "--out", out)
     assert done.code == 0, done.err
     result = read(out)
-    found = {c["name"]: c for c in result["contenders"]}
-    assert list(found) == ["none", "none@int8", "none@int4", "small", "streams@int4"]
-    assert [c["weights"] for c in found.values()] == ["none", "int8", "int4", "int8", "int4"]
-    assert all(c["equal_outputs"] == 3 for c in found.values())
+    by_name = {c["name"]: c for c in result["contenders"]}
+    assert list(by_name) == ["none", "none@int8", "none@int4", "small", "streams@int4"]
+    assert [c["weights"] for c in by_name.values()] == ["none", "int8", "int4", "int8", "int4"]
+    assert all(c["equal_outputs"] == 3 for c in by_name.values())
     floor = result["floor_ms"]
     assert floor["none"] > 2 * floor["int8"] > 2 * floor["int4"] > 0
     for name, base in (("small", "none@int8"), ("streams@int4", "none@int4")):
-        ratio = found[name]["tokens_per_second"] / found[base]["tokens_per_second"]
-        assert found[name]["speedup_total"] == pytest.approx(ratio, rel=1e-3)
+        ratio = by_name[name]["tokens_per_second"] / by_name[base]["tokens_per_second"]
+        assert by_name[name]["speedup_total"] == pytest.approx(ratio, rel=1e-3)
 
 
 def test_a_contender_on_every_other_prompt(bench: Bench, tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_recordings_of_a_run_that_was_stopped(bench: Bench, tmp_path: Path, stop
     assert "lacks some of the 1 prompts that are done" in elsewhere.err
     assert bench(*command, "--resume").code == 0
     for name in ("none.jsonl", "streams.jsonl"):
-        found = [
+        errors = [
             [(r.row, r.at, r.decided, r.tree.sources) for r in read_trace(where / name)] for where in (whole, parts)
         ]
-        assert found[0] == found[1]
+        assert errors[0] == errors[1]
     assert len(list(parts.iterdir())) == 2
 
 

@@ -25,9 +25,9 @@ def test_the_verb_measures_ours_and_a_peer(anabranch: Anabranch, where: list[obj
     assert done.code == 0, done.err
     result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
     assert (result["kind"], result["complete"], result["run"]["rows"]) == ("throughput", True, [1, 2])
-    found = {(record["name"], record["rows"]): record for record in result["results"]}
-    assert list(found) == [(name, rows) for name in ("none", "auto", "transformers") for rows in (1, 2)]
-    for record in found.values():
+    by_rows = {(record["name"], record["rows"]): record for record in result["results"]}
+    assert list(by_rows) == [(name, rows) for name in ("none", "auto", "transformers") for rows in (1, 2)]
+    for record in by_rows.values():
         assert record["equal_outputs"] == record["prompts"] == 3, record
         assert 0 < record["ratio"][0] <= record["ratio"][1] <= record["ratio"][2]
         assert record["first_token_ms"]["median"] > 0

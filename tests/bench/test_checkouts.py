@@ -30,9 +30,9 @@ def compared(script: str, *words: object) -> Any:
 def test_passes(kind: str, tmp_path: Path) -> None:
     shapes = ("--shape", "1x1", "--shape", "1x3", "--context", "40")
     options = ("--format", kind, *shapes, "--passes", "1", "--repeats", "2")
-    found = compared("compare_passes.py", *options, tmp_path / "passes.json")
-    assert [each["pass"] for each in found["cases"]] == ["1x1", "1x3"]
-    assert all(each["same_results"] and each["ratio"]["median"] > 0 for each in found["cases"])
+    result = compared("compare_passes.py", *options, tmp_path / "passes.json")
+    assert [each["pass"] for each in result["cases"]] == ["1x1", "1x3"]
+    assert all(each["same_results"] and each["ratio"]["median"] > 0 for each in result["cases"])
 
 
 @pytest.mark.default_model
@@ -42,8 +42,8 @@ def test_texts(tmp_path: Path) -> None:
     for suite in suites:
         suite.write_text("".join(json.dumps({"prompt": f"What is {n} + {n}?"}) + "\n" for n in range(6)), "utf-8")
     options = ("--suite", f"{suites[0]}:2", "--suite", suites[1], "--limit", "3", "--max-new-tokens", "8")
-    found = compared("compare_commits.py", *options, "--case", "int4:streams:tree=4", tmp_path / "texts.json")
-    assert found["prompts"] == 5
-    (case,) = found["cases"]
+    result = compared("compare_commits.py", *options, "--case", "int4:streams:tree=4", tmp_path / "texts.json")
+    assert result["prompts"] == 5
+    (case,) = result["cases"]
     assert case["same_tokens"] == "5 of 5"
     assert case["by_suite"].keys() == {str(suite) for suite in suites}

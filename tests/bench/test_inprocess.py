@@ -19,7 +19,7 @@ def model() -> Model:
 
 def test_drafters_are_compared_with_plain_decoding(model: Model) -> None:
     seen: list[tuple[int, int, str]] = []
-    found = anabranch.bench(
+    result = anabranch.bench(
         model,
         ["the thing the thing", "one two one two one two"],
         ["suffix", "wide=prompt_lookup:tokens=4"],
@@ -27,12 +27,12 @@ def test_drafters_are_compared_with_plain_decoding(model: Model) -> None:
         repeats=2,
         report=lambda done, total, what: seen.append((done, total, what)),
     )
-    assert isinstance(found, anabranch.BenchResult)
-    assert [one.name for one in found.contenders] == ["none", "suffix", "wide"]
-    plain, wide = found["none"], found["wide"]
+    assert isinstance(result, anabranch.BenchResult)
+    assert [one.name for one in result.contenders] == ["none", "suffix", "wide"]
+    plain, wide = result["none"], result["wide"]
     assert (plain.mean_acceptance_length, plain.speedup) == (1.0, (1.0, 1.0, 1.0))
     assert wide.drafter == "prompt_lookup:tokens=4"
-    for one in found.contenders:
+    for one in result.contenders:
         assert (one.equal, one.prompts, one.error) == (2, 2, "")
         assert one.tokens_per_second > 0
     assert seen[-1] == (2, 2, "")
@@ -40,37 +40,37 @@ def test_drafters_are_compared_with_plain_decoding(model: Model) -> None:
     first = [what.split()[0] for done, _, what in seen if what][::3]
     assert first == ["none", "suffix", "wide", "none"]
     expected = model.generate("the thing the thing", max_new_tokens=12, drafter="none")
-    assert found.records[0]["tokens"] >= len(expected.token_ids)
+    assert result.records[0]["tokens"] >= len(expected.token_ids)
 
 
 def test_the_result_prints_as_a_table_and_as_html(model: Model) -> None:
-    found = anabranch.bench(model, "the thing", {"<b>": "suffix"}, max_new_tokens=8)
-    text = str(found)
-    assert text.splitlines()[0].startswith(found.verdict[:20])
+    result = anabranch.bench(model, "the thing", {"<b>": "suffix"}, max_new_tokens=8)
+    text = str(result)
+    assert text.splitlines()[0].startswith(result.verdict[:20])
     assert max(map(len, text.splitlines())) <= 80
     for title in ("contender", "tokens/s", "speedup", "equal"):
         assert title in text
-        assert title in found._repr_html_()
-    assert found.verdict in repr(found)
-    assert "<b>" not in found._repr_html_()
-    assert html.escape("<b>") in found._repr_html_()
+        assert title in result._repr_html_()
+    assert result.verdict in repr(result)
+    assert "<b>" not in result._repr_html_()
+    assert html.escape("<b>") in result._repr_html_()
 
 
 def test_prompts_may_be_token_ids_and_auto_is_the_default(model: Model) -> None:
-    found = anabranch.bench(model, [[3, 4, 5]], max_new_tokens=6, temperature=1.0, seed=3)
-    assert [one.name for one in found.contenders] == ["none", "auto"]
-    assert found["auto"].drafter != "auto"
-    assert found["auto"].equal == 1
+    result = anabranch.bench(model, [[3, 4, 5]], max_new_tokens=6, temperature=1.0, seed=3)
+    assert [one.name for one in result.contenders] == ["none", "auto"]
+    assert result["auto"].drafter != "auto"
+    assert result["auto"].equal == 1
 
 
 def test_one_that_fails_does_not_end_the_others(model: Model) -> None:
-    found = anabranch.bench(model, "the thing", ["suffix", "draft_model"], max_new_tokens=6)
-    assert "needs a draft model" in found["draft_model"].error
-    assert found["suffix"].error == ""
-    assert "draft_model is not measured: " in str(found)
-    assert "draft_model is not measured" in found._repr_html_()
+    result = anabranch.bench(model, "the thing", ["suffix", "draft_model"], max_new_tokens=6)
+    assert "needs a draft model" in result["draft_model"].error
+    assert result["suffix"].error == ""
+    assert "draft_model is not measured: " in str(result)
+    assert "draft_model is not measured" in result._repr_html_()
     with pytest.raises(KeyError):
-        _ = found["nothing"]
+        _ = result["nothing"]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,6 @@ def test_what_is_refused(model: Model, arguments: tuple[object, ...], options: d
 
 
 def test_a_rule_that_a_drafter_does_not_have(model: Model) -> None:
-    found = anabranch.bench(model, "the", ["suffix"], rule="rejection", max_new_tokens=4, temperature=1.0)
-    assert "use rule='match'" in found["suffix"].error
-    assert found["none"].error == ""
+    result = anabranch.bench(model, "the", ["suffix"], rule="rejection", max_new_tokens=4, temperature=1.0)
+    assert "use rule='match'" in result["suffix"].error
+    assert result["none"].error == ""

@@ -112,9 +112,9 @@ def test_warm_up_is_apart_and_short() -> None:
 
 def test_an_error_is_an_error_and_never_a_timed_answer() -> None:
     bad = Known(9.0, breaks=2)
-    found = records({"none": Known(1.0), "bad": bad}, max_new_tokens=4)
-    assert found[1] == {"name": "bad", "error": "RuntimeError: it broke badly"}
-    assert found[0]["prompts"] == 4
+    summary = records({"none": Known(1.0), "bad": bad}, max_new_tokens=4)
+    assert summary[1] == {"name": "bad", "error": "RuntimeError: it broke badly"}
+    assert summary[0]["prompts"] == 4
     assert len(bad.calls) == 3, "it is not asked again"
     assert list(rounds({"bad": Known(1.0, breaks=0)}, one_by_one(PROMPTS), max_new_tokens=4))[-1].index == 0, (
         "nobody is left"
@@ -126,11 +126,11 @@ def test_a_slow_contender_decodes_some_of_the_prompts_and_is_compared_on_these()
     contenders = {"none": Known(10.0), "slow": slow}
     done = list(rounds(contenders, one_by_one(PROMPTS), max_new_tokens=20, every=every))
     assert [prompts for prompts, *_ in slow.calls] == [[[1, 2, 0]], [[1, 2, 3]]]
-    plain, found = summarise(gather(list(contenders), done, {}, every), PROMPTS)
-    assert (plain["prompts"], found["prompts"], found["every"]) == (4, 2, 3)
-    assert found["speedup_quartiles"] == [0.5] * 3
-    assert (found["speedup_total"], found["equal_outputs"]) == (0.5, 2)
-    assert {task: part["prompts"] for task, part in found["by_task"].items()} == {"a": 1, "b": 1}
+    plain, strided = summarise(gather(list(contenders), done, {}, every), PROMPTS)
+    assert (plain["prompts"], strided["prompts"], strided["every"]) == (4, 2, 3)
+    assert strided["speedup_quartiles"] == [0.5] * 3
+    assert (strided["speedup_total"], strided["equal_outputs"]) == (0.5, 2)
+    assert {task: part["prompts"] for task, part in strided["by_task"].items()} == {"a": 1, "b": 1}
     some = summarise(gather(list(contenders), done[:3], {}, every), PROMPTS[:3])[1]
     assert list(some["by_task"]) == ["a"]
 
@@ -145,23 +145,23 @@ def test_an_answer_without_tokens_is_an_error() -> None:
 
 
 def test_without_a_baseline_there_are_no_ratios() -> None:
-    found = records({"none": Known(1.0, breaks=0), "other": Known(1.0)})
-    assert "error" in found[0]
-    assert "speedup_quartiles" not in found[1]
-    assert "equal_outputs" not in found[1]
+    summary = records({"none": Known(1.0, breaks=0), "other": Known(1.0)})
+    assert "error" in summary[0]
+    assert "speedup_quartiles" not in summary[1]
+    assert "equal_outputs" not in summary[1]
 
 
 def test_other_tokens_are_counted_and_the_common_prefix_measured() -> None:
     def answers(*ids: list[int]) -> list[list[Answer]]:
         return [[Answer(one, 1.0)] for one in ids]
 
-    found = [
+    gathered = [
         ContenderAnswers("none", answers([1, 2, 3], [1, 2, 3], [5, 6], [9])),
         ContenderAnswers("other", answers([1, 2, 3], [1, 2, 4], [5, 6, 7], [8])),
     ]
-    other = summarise(found, PROMPTS)[1]
+    other = summarise(gathered, PROMPTS)[1]
     assert (other["equal_outputs"], other["common_prefix_median"]) == (1, 2)
-    apart = summarise(found, PROMPTS, comparable=lambda name: name == "none")
+    apart = summarise(gathered, PROMPTS, comparable=lambda name: name == "none")
     assert "equal_outputs" in apart[0]
     assert "equal_outputs" not in apart[1]
 

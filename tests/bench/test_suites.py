@@ -37,8 +37,8 @@ def test_own_prompts_need_nothing() -> None:
 
 
 def test_suite_takes_the_first_turn_and_spreads_the_limit_over_tasks(spec_bench: Path) -> None:
-    found = load_suite("spec_bench", data=spec_bench, limit=4)
-    assert [(p.task, p.text) for p in found] == [("a", "t0"), ("b", "t3"), ("a", "t1"), ("b", "t4")]
+    prompts = load_suite("spec_bench", data=spec_bench, limit=4)
+    assert [(p.task, p.text) for p in prompts] == [("a", "t0"), ("b", "t3"), ("a", "t1"), ("b", "t4")]
 
 
 def test_one_task_of_a_suite(spec_bench: Path) -> None:
@@ -51,8 +51,8 @@ def test_suites_have_their_own_fields(tmp_path: Path) -> None:
     _write(tmp_path / "mt_bench/test.jsonl", [{"question_id": 81, "category": "writing", "turns": ["one", "two"]}])
     _write(tmp_path / "humaneval/test.jsonl.gz", [{"task_id": "HumanEval/0", "prompt": "def f():"}])
     _write(tmp_path / "gsm8k/test.jsonl.gz", [{"question": "how many?", "answer": "1"}])
-    found = [load_suite(name, data=tmp_path)[0] for name in ("mt_bench", "humaneval", "gsm8k")]
-    assert [(p.name, p.task, p.text) for p in found] == [
+    prompts = [load_suite(name, data=tmp_path)[0] for name in ("mt_bench", "humaneval", "gsm8k")]
+    assert [(p.name, p.task, p.text) for p in prompts] == [
         ("81", "writing", "one"),
         ("HumanEval/0", "humaneval", "def f():"),
         ("1", "gsm8k", "how many?"),
@@ -61,8 +61,8 @@ def test_suites_have_their_own_fields(tmp_path: Path) -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = _write(tmp_path / "mine.jsonl", [{"question": "why?"}, {"question": "how?", "task": "other", "id": 7}])
-    found = load_suite(str(path), field="question")
-    assert [(p.name, p.task, p.text) for p in found] == [("1", "mine", "why?"), ("7", "other", "how?")]
+    prompts = load_suite(str(path), field="question")
+    assert [(p.name, p.task, p.text) for p in prompts] == [("1", "mine", "why?"), ("7", "other", "how?")]
 
 
 @pytest.mark.parametrize(

@@ -72,20 +72,20 @@ def test_quality_speed_and_examples_side_by_side(bench: Bench, tmp_path: Path) -
         "licence": "CC BY 4.0 (Spider: CC BY-SA 4.0, WikiSQL: BSD-3-Clause)",
         "examples": 1,
     }
-    found = {record["name"]: record for record in result["contenders"]}
-    assert set(found) == {"none", "streams", "auto"}
-    assert found["none"]["extra_parameters"] == 0
-    assert found["streams"]["extra_parameters"] == found["auto"]["extra_parameters"] > 0
-    for record in found.values():
+    by_name = {record["name"]: record for record in result["contenders"]}
+    assert set(by_name) == {"none", "streams", "auto"}
+    assert by_name["none"]["extra_parameters"] == 0
+    assert by_name["streams"]["extra_parameters"] == by_name["auto"]["extra_parameters"] > 0
+    for record in by_name.values():
         assert record["equal_texts"] == 3
-        assert record["quality"] == found["none"]["quality"]
+        assert record["quality"] == by_name["none"]["quality"]
         assert set(record["quality"]) == {"exact_match", "execution"}
         assert len(record["quality"]["execution"]["scores"]) == record["quality"]["execution"]["rows"] == 3
         assert len(record["sample_ms_quartiles"]) == 3
     with out.with_suffix(".csv").open(newline="") as file:
         row = next(row for row in csv.DictReader(file) if row["contender"] == "streams")
     assert (row["exact_match_mean"], row["equal_texts"]) == ("0.0", "3")
-    assert row["extra_parameters"] == str(found["streams"]["extra_parameters"])
+    assert row["extra_parameters"] == str(by_name["streams"]["extra_parameters"])
     assert "| contender | exact match | same results | equal texts |" in out.with_suffix(".md").read_text("utf-8")
     assert "= 0.0 (0.0-56.1)" in done.out
     assert "Example " in done.out
@@ -148,11 +148,11 @@ def test_results_of_several_targets_in_one_table(
     assert "warning: shared: the completion of the task differs" in done.out
     firsts = [line.split()[0] for line in done.out.splitlines() if line.split()]
     assert [first for first in firsts if first in ("lora", "shared")] == ["lora", "shared", "shared"]
-    found = json.loads(anabranch("bench", "table", a, b, "--json").out)
-    assert found["contenders"][0]["speedup_quartiles"] == [1.0, 1.0, 1.0]
+    table = json.loads(anabranch("bench", "table", a, b, "--json").out)
+    assert table["contenders"][0]["speedup_quartiles"] == [1.0, 1.0, 1.0]
     zero = {"mean": 0.0, "low": 0.0, "high": 0.0, "rows": 3}
     unknown = {"mean": None, "low": None, "high": None, "rows": 0}  # a question is no query
-    assert found["contenders"][2]["difference"] == {"exact_match": zero, "execution": unknown}
+    assert table["contenders"][2]["difference"] == {"exact_match": zero, "execution": unknown}
     result = read(tmp_path / "lora.json")
 
     def changed(**values: Any) -> Path:
@@ -236,14 +236,14 @@ def test_quality_is_that_of_every_contenders_own_texts() -> None:
     query = "SELECT name FROM boats WHERE seats > 4"
     rows = [TaskRow(str(n), "q", (query,), {"context": BOATS}) for n in range(2)]
     texts = {1: query, 2: "SELECT name FROM boats WHERE seats >= 5", 3: "no query"}
-    found = [
+    gathered = [
         ContenderAnswers(name, [[Answer([token], 1.0)] for token in tokens])
         for name, tokens in (("none", (1, 3)), ("same", (1, 3)), ("other", (2, 3)))
     ]
-    found.append(ContenderAnswers("broken", error="no"))
-    records = [{"name": one.name, "prompts": 2, "spec": one.name} for one in found]
+    gathered.append(ContenderAnswers("broken", error="no"))
+    records = [{"name": one.name, "prompts": 2, "spec": one.name} for one in gathered]
     application = Application(task, "test", rows, 2)
-    add_quality(records, found, application, lambda ids: texts[ids[0]], baseline=lambda name: "none")
+    add_quality(records, gathered, application, lambda ids: texts[ids[0]], baseline=lambda name: "none")
     means = {record["name"]: [part["mean"] for part in record["quality"].values()] for record in records[:3]}
     assert means == {"none": [0.5, 0.5], "same": [0.5, 0.5], "other": [0.0, 0.5]}
     assert [record.get("equal_texts") for record in records] == [2, 2, 1, None]

@@ -32,11 +32,11 @@ def test_the_result_is_written(
     words = [*command, "--drafter", "prompt_lookup", "--out", tmp_path / "new" / "found"]
     monkeypatch.setattr("sys.argv", ["anabranch", *map(str, words)])
     assert anabranch(*words).code == 0
-    found = json.loads((tmp_path / "new" / "found.json").read_text(encoding="utf-8"))
-    assert found["counts"] == {"equal": 3, "tie": 0, "BUG": 0}
-    assert [prompt["verdict"] for prompt in found["prompts"]] == ["equal"] * 3
-    assert found["certified"]["suite"] == "prompts.jsonl"
-    assert str(tmp_path) not in json.dumps(found)
+    result = json.loads((tmp_path / "new" / "found.json").read_text(encoding="utf-8"))
+    assert result["counts"] == {"equal": 3, "tie": 0, "BUG": 0}
+    assert [prompt["verdict"] for prompt in result["prompts"]] == ["equal"] * 3
+    assert result["certified"]["suite"] == "prompts.jsonl"
+    assert str(tmp_path) not in json.dumps(result)
     again = anabranch(*words)
     assert "--force" in again.err
     assert again.code == 1
@@ -59,10 +59,10 @@ def test_the_exit_status_is_the_verdict(
         monkeypatch.setattr(SamplingCertificate, "verdict", verdict)
         done = anabranch(*command, *SAMPLING, "--effect", 2, "--limit", 1, "--json", "--rows", 8)
         assert done.code == code
-        found = json.loads(done.out)
-        assert found["verdict"] == verdict
-        assert len(found["tests"]) == 6
-        assert found["sampling"]["temperature"] == 0.4
+        result = json.loads(done.out)
+        assert result["verdict"] == verdict
+        assert len(result["tests"]) == 6
+        assert result["sampling"]["temperature"] == 0.4
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ PROMPTS = [prompt(5, 1), prompt(9, 2)]
 def test_drafts_change_nothing(spec: str, temperature: float) -> None:
     target = as_target(small())
     heard: list[Certificate] = []
-    found = certify(
+    certificates = certify(
         target,
         [small_adapter(target.decoder)],
         parse_spec(spec),
@@ -26,8 +26,8 @@ def test_drafts_change_nothing(spec: str, temperature: float) -> None:
         call={"temperature": temperature, "seed": 3},
         report=heard.append,
     )
-    assert [one.verdict for one in found] == ["equal", "equal"]
-    assert heard == found
+    assert [one.verdict for one in certificates] == ["equal", "equal"]
+    assert heard == certificates
 
 
 def test_invalid_certificates_are_refused_first() -> None:

@@ -68,24 +68,26 @@ def outcome(target: Target, modules: list[nn.Module], spec: str, **options: Any)
 )
 def test_exact_drafters_are_lossless(target: Target, modules: list[nn.Module], spec: str, call: dict[str, Any]) -> None:
     lines: list[str] = []
-    found = outcome(target, modules, spec, report=lines.append, **call)
-    assert found.verdict == "lossless", found.reason
-    assert found.samples == COARSE.samples(1)
-    assert found.drafting.draft_nodes_per_step > 0.3, "drafted in spite of many rows"
-    assert [(each.arm, each.tokens) for each in found.findings] == [(a, t) for a in (DRAFTER, WRONG) for t in TOKENS]
-    for each in found.findings:
-        assert sum(cell.first for cell in each.cells) == sum(cell.second for cell in each.cells) == found.samples
-    assert f"{found.samples} samples per arm after each of 1 contexts" in lines[0]
-    assert json.loads(json.dumps(found.to_dict()))["verdict"] == "lossless"
+    certificate = outcome(target, modules, spec, report=lines.append, **call)
+    assert certificate.verdict == "lossless", certificate.reason
+    assert certificate.samples == COARSE.samples(1)
+    assert certificate.drafting.draft_nodes_per_step > 0.3, "drafted in spite of many rows"
+    assert [(each.arm, each.tokens) for each in certificate.findings] == [
+        (a, t) for a in (DRAFTER, WRONG) for t in TOKENS
+    ]
+    for each in certificate.findings:
+        assert sum(cell.first for cell in each.cells) == sum(cell.second for cell in each.cells) == certificate.samples
+    assert f"{certificate.samples} samples per arm after each of 1 contexts" in lines[0]
+    assert json.loads(json.dumps(certificate.to_dict()))["verdict"] == "lossless"
 
 
 def test_a_rule_that_accepts_every_draft_is_found(
     target: Target, modules: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "trials", lambda p_V, *_: iter([(1.0, p_V)] * 2))
-    found = outcome(target, modules, "streams:tree=chain", rule="rejection")
-    assert found.verdict == "BUG"
-    assert "find another distribution than plain decoding's" in found.reason
+    certificate = outcome(target, modules, "streams:tree=chain", rule="rejection")
+    assert certificate.verdict == "BUG"
+    assert "find another distribution than plain decoding's" in certificate.reason
 
 
 @pytest.mark.thorough
@@ -100,24 +102,24 @@ def test_a_rule_without_the_residual_is_found(
         yield 1.0, p_V
 
     monkeypatch.setattr(verify, "trials", wrong)
-    found = outcome(target, modules, "streams:tree=product,k=2", rule="rejection", design=Design(effect=0.2))
-    assert found.verdict == "BUG"
+    certificate = outcome(target, modules, "streams:tree=product,k=2", rule="rejection", design=Design(effect=0.2))
+    assert certificate.verdict == "BUG"
 
 
 def test_a_test_that_misses_the_wrong_rule_is_inconclusive(
     target: Target, modules: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TopKAsSampled, "draft", lambda self, rows, budget: [DraftTree.root(row.root) for row in rows])
-    found = outcome(target, modules, "prompt_lookup", design=COARSEST)
-    assert found.verdict == "inconclusive"
-    assert "wrong rule was not noticed after 1 of 1 contexts" in found.reason
-    assert found.missed == [0]
+    certificate = outcome(target, modules, "prompt_lookup", design=COARSEST)
+    assert certificate.verdict == "inconclusive"
+    assert "wrong rule was not noticed after 1 of 1 contexts" in certificate.reason
+    assert certificate.missed == [0]
 
 
 def test_a_drafter_that_proposes_nothing_is_inconclusive(target: Target) -> None:
-    found = outcome(target, [], "none", design=COARSEST)
-    assert (found.verdict, found.missed) == ("inconclusive", [])
-    assert "proposed nothing" in found.reason
+    certificate = outcome(target, [], "none", design=COARSEST)
+    assert (certificate.verdict, certificate.missed) == ("inconclusive", [])
+    assert "proposed nothing" in certificate.reason
 
 
 def test_samples_of_equal_seeds_are_equal_whatever_drafts(target: Target, modules: list[nn.Module]) -> None:
@@ -155,8 +157,8 @@ def test_contexts_are_uncertain_and_drafted_after(target: Target) -> None:
     prompts = [prompt(20, n) for n in range(3)]
     prompts = [[token % 8 for token in each] for each in prompts]
     sharp = requests(prompts, target, {"temperature": 0.5, "seed": 2, "max_new_tokens": 16})
-    found = choose_contexts(target, make_drafter("prompt_lookup", target.decoder), sharp)
-    for context in found:
+    contexts = choose_contexts(target, make_drafter("prompt_lookup", target.decoder), sharp)
+    for context in contexts:
         assert list(context.tokens[:20]) == prompts[context.prompt]
         assert context.tokens[-1] in context.tokens[:-1], "prompt lookup needs an earlier occurrence"
         assert 0.2 < context.certainty <= 0.98
@@ -224,12 +226,12 @@ class _Page(HTMLParser):
 
 
 def test_the_page_stands_alone(target: Target) -> None:
-    found = outcome(target, [], "prompt_lookup", design=COARSEST)
-    page = html_page(found, "toy <b>", lambda ids: " ".join(f"<w{i}>&" for i in ids))
+    certificate = outcome(target, [], "prompt_lookup", design=COARSEST)
+    page = html_page(certificate, "toy <b>", lambda ids: " ".join(f"<w{i}>&" for i in ids))
     parser = _Page()
     parser.feed(page)
     assert parser.open == []
-    assert parser.seen["table"] == 1 + 2 * len(found.contexts)
+    assert parser.seen["table"] == 1 + 2 * len(certificate.contexts)
     assert parser.seen["script"] == parser.seen["b"] == parser.seen["w1"] == 0
-    for text in ("lossless", "toy &lt;b&gt;", "&lt;w1&gt;&amp;", "wrong rule", f"{found.samples} per arm"):
+    for text in ("lossless", "toy &lt;b&gt;", "&lt;w1&gt;&amp;", "wrong rule", f"{certificate.samples} per arm"):
         assert text in page

@@ -65,9 +65,9 @@ def test_the_stated_power_is_reached_and_false_alarms_are_as_rare_as_stated() ->
     size, runs = samples_needed(effect, degrees=3, alpha=0.05, power=0.9), 2000
     one, same, other = (samples(law, size, runs, seed) for seed, law in enumerate((p, p, q)))
     alarms = np.mean([homogeneity(cells(a, b)).p_value < 0.05 for a, b in zip(one, same, strict=True)])
-    found = np.mean([homogeneity(cells(a, b)).p_value < 0.05 for a, b in zip(one, other, strict=True)])
+    share = np.mean([homogeneity(cells(a, b)).p_value < 0.05 for a, b in zip(one, other, strict=True)])
     assert 0.035 < alarms < 0.065
-    assert 0.87 < found < 0.93
+    assert 0.87 < share < 0.93
 
 
 def test_every_difference_of_half_the_effect_in_total_variation_is_large_enough() -> None:
@@ -86,16 +86,16 @@ def test_noise_is_the_mean_total_variation_of_equal_distributions() -> None:
 def test_the_drawing_of_pooling() -> None:
     first = Counter({(1, 5): 30, (1, 6): 7, (1, 7): 6, (2, 5): 1, (3, 3): 4, (4, 4): 2})
     second = Counter({(1, 5): 28, (1, 6): 2, (1, 8): 5, (2, 6): 3, (3, 3): 3, (4, 4): 9})
-    found = {cell.start: (cell.first, cell.second) for cell in pooled(first, second, 9)}
+    counts = {cell.start: (cell.first, cell.second) for cell in pooled(first, second, 9)}
     # (1, 6) to (1, 8) share their first token; (2, 5), (2, 6) and (3, 3) are too rare even so
-    assert found == {(1, 5): (30, 28), (1,): (13, 7), (4, 4): (2, 9), (): (5, 6)}
+    assert counts == {(1, 5): (30, 28), (1,): (13, 7), (4, 4): (2, 9), (): (5, 6)}
     assert {cell.start for cell in pooled(first, second, 2)} == {(1, 5), ()}
     assert pooled(Counter({(1,): 3}), Counter({(2,): 3}), 4) == [Cell((), 3, 3)]
     rest = pooled(Counter({(1,): 9, (2,): 1}), Counter({(1,): 8, (3,): 2}), 4)
     assert rest == [Cell((1,), 10, 10)], "what is too rare joins the smallest cell"
     first, second = Counter({(2, 0): 9, (1, 0): 5}), Counter({(1, 0): 8, (2, 0): 4, (3, 0): 2})
-    for found in (pooled(first, second, 4), pooled(second, first, 4)):
-        assert {cell.start: cell.first + cell.second for cell in found} == {(1, 0): 15, (2, 0): 13}, (
+    for pool in (pooled(first, second, 4), pooled(second, first, 4)):
+        assert {cell.start: cell.first + cell.second for cell in pool} == {(1, 0): 15, (2, 0): 13}, (
             "or, of equals, the first"
         )
 
@@ -107,12 +107,12 @@ OUTCOMES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1,
 @settings(max_examples=100, deadline=None)
 def test_cells_are_a_partition_into_frequent_parts(outcomes: list[tuple[int, int]], seed: int, most: int) -> None:
     other = [outcomes[i] for i in np.random.default_rng(seed).integers(len(outcomes), size=len(outcomes))]
-    found = pooled(Counter(outcomes), Counter(other), most)
-    assert len(found) <= most
-    assert sum(cell.first for cell in found) == sum(cell.second for cell in found) == len(outcomes)
-    assert len(found) == 1 or all(cell.first + cell.second >= 2 * EXPECTED for cell in found)
+    pool = pooled(Counter(outcomes), Counter(other), most)
+    assert len(pool) <= most
+    assert sum(cell.first for cell in pool) == sum(cell.second for cell in pool) == len(outcomes)
+    assert len(pool) == 1 or all(cell.first + cell.second >= 2 * EXPECTED for cell in pool)
     swapped = pooled(Counter(other), Counter(outcomes), most)
-    assert sorted((c.start, c.second, c.first) for c in swapped) == sorted((c.start, c.first, c.second) for c in found)
+    assert sorted((c.start, c.second, c.first) for c in swapped) == sorted((c.start, c.first, c.second) for c in pool)
 
 
 def test_goodness_of_fit() -> None:

@@ -59,9 +59,9 @@ def test_a_verb_gets_one_configuration() -> None:
 
 
 def test_parameters_and_build_are_inverse() -> None:
-    found = {parameter.name: parameter.default for parameter in parameters(Outer)}
-    assert found == {"where": inspect.Parameter.empty, "size": 5, "names": None, "flag": False}
-    assert build(Outer, {**found, "where": Path("x")}) == Outer(where=Path("x"), inner=Inner(size=5))
+    defaults = {parameter.name: parameter.default for parameter in parameters(Outer)}
+    assert defaults == {"where": inspect.Parameter.empty, "size": 5, "names": None, "flag": False}
+    assert build(Outer, {**defaults, "where": Path("x")}) == Outer(where=Path("x"), inner=Inner(size=5))
 
 
 def test_shared_options_have_pythons_defaults() -> None:
@@ -70,7 +70,7 @@ def test_shared_options_have_pythons_defaults() -> None:
     for name in ("dtype", "device", "quantize", "revision", "threads", "lora", "kv"):
         assert signature[name].default == getattr(LoadConfig(), name), name
     assert options.params(CertifyConfig().sampling) == SamplingParams()
-    assert {*options.SAMPLING} == {found.name for found in fields(SamplingParams)} - {"processors", "constraint"}
+    assert {*options.SAMPLING} == {field.name for field in fields(SamplingParams)} - {"processors", "constraint"}
 
 
 def test_options_of_a_call_come_from_their_declarations() -> None:

@@ -52,21 +52,21 @@ def test_generate_json(anabranch: Anabranch, where: list[object], model: Model) 
     options = ("--max-new-tokens", 12, "--temperature", 1, "--top-k", 9, "--seed", 5, "--show-drafts", "--compare")
     drafter = "streams:nodes=6"  # "auto" follows the load, and so do its sources
     done = anabranch("generate", *where, "the thing", "--json", "--drafter", drafter, *options)
-    found = json.loads(done.out)
+    record = json.loads(done.out)
     expected = answer(model, "the thing", max_new_tokens=12, temperature=1.0, top_k=9, seed=5, drafter=drafter)
-    assert found["token_ids"] == expected.token_ids
-    assert found["text"] == expected.text
-    assert found["finish_reason"] == expected.finish_reason
-    assert found["sources"] == expected.sources
-    assert found["ended"] == "max_new_tokens"
-    assert found["kernels"]["name"] == "torch"
-    assert found["prompt_tokens"] == len(expected.prompt_ids)
-    assert found["drafter"] == drafter
-    assert "multiples of 32" in found["kernels"]["why"]
-    assert found["stats"]["tokens"] == 12
-    assert found["stats"]["decode_tokens_per_second"] > found["stats"]["tokens_per_second"]
-    assert found["compare"]["equal"] is True
-    assert found["compare"]["speedup"] > 0
+    assert record["token_ids"] == expected.token_ids
+    assert record["text"] == expected.text
+    assert record["finish_reason"] == expected.finish_reason
+    assert record["sources"] == expected.sources
+    assert record["ended"] == "max_new_tokens"
+    assert record["kernels"]["name"] == "torch"
+    assert record["prompt_tokens"] == len(expected.prompt_ids)
+    assert record["drafter"] == drafter
+    assert "multiples of 32" in record["kernels"]["why"]
+    assert record["stats"]["tokens"] == 12
+    assert record["stats"]["decode_tokens_per_second"] > record["stats"]["tokens_per_second"]
+    assert record["compare"]["equal"] is True
+    assert record["compare"]["speedup"] > 0
     assert done.err == ""
 
 

@@ -50,16 +50,16 @@ def test_every_line_is_answered_in_order(
     out = tmp_path / "new" / "out.jsonl"
     done = anabranch("generate", *where, "--prompts", asked, "--out", out, "-n", 8)
     assert (done.code, done.out) == (1, "")
-    found = rows(out)
-    assert [row["id"] for row in found] == [1, "chat", "ids", 4, "two", "empty", "bad", "rows", "last"]
-    said = {row["id"]: row["error"] for row in found if "error" in row}
+    records = rows(out)
+    assert [row["id"] for row in records] == [1, "chat", "ids", 4, "two", "empty", "bad", "rows", "last"]
+    said = {row["id"]: row["error"] for row in records if "error" in row}
     assert set(said) == {4, "two", "empty", "bad", "rows"}
     assert "line 4 of" in said[4]
     assert "needs one of prompt, messages, token_ids, got prompt and token_ids" in said["two"]
     assert "the prompt must be a text that is not empty" in said["empty"]
     assert "temperature" in said["bad"]
     assert "rows is no option of a line" in said["rows"]
-    by_id = {row["id"]: row for row in found}
+    by_id = {row["id"]: row for row in records}
     question = [{"role": "user", "content": "the thing"}]
     assert by_id[1]["token_ids"] == model.chat(question, max_new_tokens=8).token_ids
     assert by_id["chat"]["text"] == model.chat([{"role": "user", "content": "one two"}], max_new_tokens=5).text

@@ -23,10 +23,10 @@ from verbs import Anabranch
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """Every verb and group below, with the words that call it."""
-    found = [(path, group)]
+    groups = [(path, group)]
     for name in group.list_commands(None) if hasattr(group, "list_commands") else ():
-        found += commands(group.get_command(None, name), (*path, name))
-    return found
+        groups += commands(group.get_command(None, name), (*path, name))
+    return groups
 
 
 def every_command() -> list[tuple[tuple[str, ...], Any]]:

@@ -67,19 +67,19 @@ def test_a_machine(anabranch: Anabranch, home: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (home / "models").mkdir(parents=True)
     (home / "models" / "weights").write_bytes(bytes(2_500_000))
-    found = json.loads(anabranch("info", "--json").out)
-    assert found["versions"]["torch"] == version("torch")
-    assert found["processor"]["name"] == processor_name()
-    assert found["processor"]["threads"] == torch.get_num_threads()
+    facts = json.loads(anabranch("info", "--json").out)
+    assert facts["versions"]["torch"] == version("torch")
+    assert facts["processor"]["name"] == processor_name()
+    assert facts["processor"]["threads"] == torch.get_num_threads()
     kernels = native.library()
-    assert found["kernels"]["instruction_set"] == ("torch" if kernels is None else kernels.instruction_set)
-    assert found["kernels"]["origin"] == ("" if kernels is None else "package" if native.packed() else "here")
+    assert facts["kernels"]["instruction_set"] == ("torch" if kernels is None else kernels.instruction_set)
+    assert facts["kernels"]["origin"] == ("" if kernels is None else "package" if native.packed() else "here")
     shortfall = native.shortfall()
-    assert found["kernels"]["why"] == ("" if shortfall is None else shortfall.why)
-    assert found["caches"]["home"] == str(home)
-    assert found["caches"]["bytes"]["models"] == 2_500_000
-    assert found["caches"]["default_model"] is False
-    assert found["environment"]["OMP_NUM_THREADS"] == "1"
+    assert facts["kernels"]["why"] == ("" if shortfall is None else shortfall.why)
+    assert facts["caches"]["home"] == str(home)
+    assert facts["caches"]["bytes"]["models"] == 2_500_000
+    assert facts["caches"]["default_model"] is False
+    assert facts["environment"]["OMP_NUM_THREADS"] == "1"
     shown = anabranch("info").out
     for words in ("Versions\n", f"torch            {version('torch')}\n", "2.5 MB\n", "'anabranch pull' downloads it"):
         assert words in shown
@@ -102,9 +102,9 @@ def test_info_shows_tuned_profiles(anabranch: Anabranch, home: Path) -> None:
 def test_costs_that_were_measured_at_load(anabranch: Anabranch, home: Path, toys: ToyFolders) -> None:
     known = load(toys.model, adapter=toys.adapter).known
     assert known.origin == "measured when loaded"
-    (found,) = json.loads(anabranch("info", "--json").out)["auto"]["costs"]
-    assert found["pass_ms"].startswith("1:")
-    assert f"costs of forward passes measured at load on {found['date']}" in " ".join(anabranch("info").out.split())
+    (cost,) = json.loads(anabranch("info", "--json").out)["auto"]["costs"]
+    assert cost["pass_ms"].startswith("1:")
+    assert f"costs of forward passes measured at load on {cost['date']}" in " ".join(anabranch("info").out.split())
     again = load(toys.model, adapter=toys.adapter).known
     assert again.origin == "remembered"
 
@@ -114,11 +114,11 @@ def test_info_shows_the_speedup_of_each_drafter_of_auto(anabranch: Anabranch, ho
     keep_tuned(here, {"eagle:tree=auto+prompt_lookup:tokens=auto": 1.5, "medusa:tree=auto": 1.75})
     keep_tuned(replace(here, processor="another"), {"medusa:tree=auto": 3.0})
     (home / "yields" / "broken.json").write_text('{"yields": {"1": 3}}')
-    found = json.loads(anabranch("info", "--json").out)["auto"]
-    (yields,) = found["yields"]
+    facts = json.loads(anabranch("info", "--json").out)["auto"]
+    (yields,) = facts["yields"]
     assert (yields["model"], yields["dtype"]) == ("default", "bfloat16")
     assert yields["speedups"] == {"1": {"medusa:tree=auto": 1.75, "eagle:tree=auto+prompt_lookup:tokens=auto": 1.5}}
-    assert {"streams", "eagle", "medusa"} <= set(found["trained"])
+    assert {"streams", "eagle", "medusa"} <= set(facts["trained"])
     shown = " ".join(anabranch("info").out.split())
     assert "with 1 row medusa:tree=auto 1.75, eagle:tree=auto+prompt_lookup:tokens=auto 1.50 times plain" in shown
 
@@ -162,8 +162,8 @@ def test_an_adapter_by_name(anabranch: Anabranch) -> None:
 def test_adapters_of_others(anabranch: Anabranch, tmp_path: Path) -> None:
     path, settings = tmp_path / "adapter_config.json", {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
     path.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "acme/tiny", **settings}))
-    found = json.loads(anabranch("info", tmp_path, "--json").out)
-    assert (found["base_model"], found["rank"], found["modules"], found["layers"]) == ("acme/tiny", 8, "q_proj", "all")
+    facts = json.loads(anabranch("info", tmp_path, "--json").out)
+    assert (facts["base_model"], facts["rank"], facts["modules"], facts["layers"]) == ("acme/tiny", 8, "q_proj", "all")
     assert "acme/tiny" in anabranch("info", tmp_path).out
     path.write_text('{"peft_type": "IA3"}')
     done = anabranch("info", tmp_path)

@@ -48,8 +48,8 @@ def test_marks_are_numbers_or_first_letters_and_the_legend_is_ordered() -> None:
         "p",
         "e",
     ]
-    found = sorted(("prompt_lookup", "stream 10", "unknown", "stream 2", "target"), key=show._place)
-    assert found == ["target", "stream 2", "stream 10", "prompt_lookup", "unknown"]
+    ordered = sorted(("prompt_lookup", "stream 10", "unknown", "stream 2", "target"), key=show._place)
+    assert ordered == ["target", "stream 2", "stream 10", "prompt_lookup", "unknown"]
 
 
 FACTS = ["256 tokens, 98.1 tokens/s", "drafter streams", "mean acceptance length 2.61", "a" * 38]

@@ -82,7 +82,7 @@ def both(model: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
     inputs = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
     options = {"max_new_tokens": NEW, **options}
     theirs, first, ours = (model.generate(**inputs, **options, **by) for by in ({}, LOOKUP, LOOKUP))
-    texts = [getattr(found, "sequences", found) for found in (theirs, first, ours)]
+    texts = [getattr(result, "sequences", result) for result in (theirs, first, ours)]
     assert torch.equal(texts[1], texts[2])
     assert torch.equal(texts[0], texts[2])
     return theirs, ours
@@ -187,20 +187,20 @@ def test_custom_logits_processor() -> None:
     ],
 )
 def test_assisted_decoding_sample(options: dict[str, Any]) -> None:
-    found, options = [], {**padded(), "do_sample": True, "max_new_tokens": NEW, **options}
+    results, options = [], {**padded(), "do_sample": True, "max_new_tokens": NEW, **options}
     for seed, drafter in ((5, PLAIN), (5, LOOKUP), (5, LOOKUP), (6, LOOKUP)):
         torch.manual_seed(seed)
-        found.append(toy().generate(**options, **drafter))
-    assert torch.equal(found[0], found[1]), "a seed fixes the text, whatever is drafted"
-    assert torch.equal(found[1], found[2])
-    assert not torch.equal(found[2], found[3])
+        results.append(toy().generate(**options, **drafter))
+    assert torch.equal(results[0], results[1]), "a seed fixes the text, whatever is drafted"
+    assert torch.equal(results[1], results[2])
+    assert not torch.equal(results[2], results[3])
 
 
 def test_num_return_sequences_differ() -> None:
     torch.manual_seed(0)
-    found = toy().generate(ids(), do_sample=True, num_return_sequences=4, max_new_tokens=NEW, top_k=0, **LOOKUP)
-    assert len(found) == 4
-    assert len({tuple(row.tolist()) for row in found}) == 4
+    sampled = toy().generate(ids(), do_sample=True, num_return_sequences=4, max_new_tokens=NEW, top_k=0, **LOOKUP)
+    assert len(sampled) == 4
+    assert len({tuple(row.tolist()) for row in sampled}) == 4
 
 
 def test_sampled_distribution_is_that_of_transformers() -> None:
@@ -239,13 +239,13 @@ def test_transition_scores_greedy_search() -> None:
     plain = toy().generate(**padded(), max_new_tokens=NEW, eos_token_id=None)
     asked = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": int(plain[1, 12])}
     theirs, ours = both(toy(), padded(), **asked)
-    found = [toy().compute_transition_scores(x.sequences, x.scores, normalize_logits=True) for x in (theirs, ours)]
+    log_probs = [toy().compute_transition_scores(x.sequences, x.scores, normalize_logits=True) for x in (theirs, ours)]
     before = theirs.sequences[:, 9:].eq(asked["eos_token_id"]).cumsum(-1).roll(1, -1)
     before[:, 0] = 0
     real = before == 0  # up to the end token
     assert not bool(real.all())
-    torch.testing.assert_close(found[0][real], found[1][real])
-    assert bool((found[1][~real] == 0).all()), "padding is certain"
+    torch.testing.assert_close(log_probs[0][real], log_probs[1][real])
+    assert bool((log_probs[1][~real] == 0).all()), "padding is certain"
 
 
 class Every(StoppingCriteria):

@@ -93,7 +93,7 @@ def test_requests_come_move_and_go(drafter: str) -> None:
     engine = Engine(Proposer(config(drafter)))
     prompts = {name: [name, name + 5, (2 * name) % WORDS] for name in range(6)}
     ends = {name: 20 + 6 * name for name in prompts}
-    found: dict[int, list[int]] = {}
+    drafts: dict[int, list[int]] = {}
     names = iter(prompts)
     for step in range(200):
         if step % 3 == 0 and (name := next(names, None)) is not None:
@@ -101,9 +101,9 @@ def test_requests_come_move_and_go(drafter: str) -> None:
         engine.step()
         for place in range(len(engine.texts) - 1, -1, -1):
             if len(engine.texts[place]) >= ends[engine.names[place]]:
-                found[engine.names[place]] = engine.texts[place][: ends[engine.names[place]]]
+                drafts[engine.names[place]] = engine.texts[place][: ends[engine.names[place]]]
                 engine.remove(place)
-    assert found == {name: plain(prompts[name], ends[name]) for name in prompts}
+    assert drafts == {name: plain(prompts[name], ends[name]) for name in prompts}
     assert engine.accepted > engine.drafted / 4
     assert not engine.proposer._requests, "what vLLM no longer decodes is forgotten"
 

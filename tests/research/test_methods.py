@@ -142,8 +142,8 @@ def test_drafters_by_budget(toys: ToyFolders) -> None:
     def shown(case: Case) -> dict[str, str]:
         return {name: str(spec) for name, spec in contenders(case, [8, 16]).items()}
 
-    found = shown(streams(toys))
-    assert found == {"8 nodes": "streams:nodes=8", "16 nodes": "streams:nodes=16", "auto": "streams:tree=auto"}
+    methods_shown = shown(streams(toys))
+    assert methods_shown == {"8 nodes": "streams:nodes=8", "16 nodes": "streams:nodes=16", "auto": "streams:tree=auto"}
     lookup, suffix, window, table = free_cases(["prompt_lookup:ngram=2", "suffix", "lookahead", "ngram:data=T"])
     assert shown(lookup) == {
         "8 nodes": "prompt_lookup:tokens=6,ngram=2",
@@ -177,13 +177,13 @@ def test_rejection_needs_sampled_drafts(toys: ToyFolders, target: Target, drafts
 
 def test_facts(toys: ToyFolders, target: Target, drafts: Path, tmp_path: Path) -> None:
     drafting, staged = adapter_cases([f"draft_model={drafts}"])
-    found = facts(drafting, target.config)
-    assert facts(staged, target.config) == found
-    assert (found["seconds"], found["seconds_from"], found["epochs"]) == (90.0, "adapter", 2.0)
-    assert found["data_sha256"] == "5" * 64
-    assert found["extra_parameters"] == opened(drafting, target).adapters[0].module.num_parameters()
-    assert found["bytes"] > 4 * found["extra_parameters"]
-    assert found["parameter_share"] == pytest.approx(found["extra_parameters"] / target_size(target), rel=0.01)
+    known = facts(drafting, target.config)
+    assert facts(staged, target.config) == known
+    assert (known["seconds"], known["seconds_from"], known["epochs"]) == (90.0, "adapter", 2.0)
+    assert known["data_sha256"] == "5" * 64
+    assert known["extra_parameters"] == opened(drafting, target).adapters[0].module.num_parameters()
+    assert known["bytes"] > 4 * known["extra_parameters"]
+    assert known["parameter_share"] == pytest.approx(known["extra_parameters"] / target_size(target), rel=0.01)
     assert facts(free_cases(["lookahead"])[0], target.config)["extra_parameters"] == 0
     # an adapter of before: its log says how long it took
     for name in ("adapter_config.json", "adapter.safetensors"):
@@ -198,8 +198,8 @@ def test_facts(toys: ToyFolders, target: Target, drafts: Path, tmp_path: Path) -
         for step, left in lines
     )
     (tmp_path / "training" / "log.jsonl").write_text(text)
-    found = facts(old, target.config)
-    assert (found["seconds"], found["seconds_from"]) == (40.0, "log")
+    known = facts(old, target.config)
+    assert (known["seconds"], known["seconds_from"]) == (40.0, "log")
 
 
 def target_size(target: Target) -> int:
@@ -224,11 +224,11 @@ def test_one_prompt_at_a_time(toys: ToyFolders, target: Target) -> None:
     assert chain is not None
     tried = {"4 nodes": specs["4 nodes"], "rejection": chain}
 
-    found = one_row(
+    records = one_row(
         loaded, tried, asked, [1], max_new_tokens=12, sampling={"temperature": 1.0}, rejection=("rejection",)
     )
-    assert found[1]["equal_outputs"] == 3
-    assert "equal_outputs" not in found[2]
+    assert records[1]["equal_outputs"] == 3
+    assert "equal_outputs" not in records[2]
     refused = one_row(
         loaded, tried, asked, [1], max_new_tokens=12, sampling={"temperature": 1.0}, rejection=("4 nodes",)
     )
@@ -240,8 +240,8 @@ def test_the_parts_of_a_step() -> None:
     plain = {"step_ms_by_part": {"draft": 0.0, "forward": 9.0, "verify": 0.5, "commit": 0.5, "prepare": 0.0}}
     drafted = {"step_ms_by_part": {"draft": 1.0, "forward": 11.0, "verify": 0.5, "commit": 0.5, "prepare": 2.0}}
     quartiles = {"step_ms_quartiles": [9.0, 10.0, 11.0]}, {"step_ms_quartiles": [14.0, 15.5, 16.0]}
-    found = step_costs(drafted | quartiles[1], plain | quartiles[0])
-    assert found == {
+    costs = step_costs(drafted | quartiles[1], plain | quartiles[0])
+    assert costs == {
         "draft_ms": 3.0,
         "pass_ms": 11.0,
         "draft_share": 0.3,
@@ -262,10 +262,10 @@ def test_several_prompts_at_a_time_and_a_certificate(target: Target) -> None:
     once = several_rows(loaded, specs, asked, rows=2, max_new_tokens=12, repeats=1)[1]
     # in the second repeat it does not know the texts of the first
     assert drafted["mean_acceptance_length"] == once["mean_acceptance_length"]
-    found = certificate(loaded, specs["as given"], asked, rows=(1, 2), max_new_tokens=12)
-    assert found["verdict"] == "equal"
-    assert found["rows"] == {"1": {"equal": 3, "tie": 0, "BUG": 0}, "2": {"equal": 3, "tie": 0, "BUG": 0}}
-    assert found["dtype"] == "float32"
+    result = certificate(loaded, specs["as given"], asked, rows=(1, 2), max_new_tokens=12)
+    assert result["verdict"] == "equal"
+    assert result["rows"] == {"1": {"equal": 3, "tie": 0, "BUG": 0}, "2": {"equal": 3, "tie": 0, "BUG": 0}}
+    assert result["dtype"] == "float32"
 
 
 # -- the result file -----------------------------------------------------------------------------------------------
@@ -298,9 +298,9 @@ def test_a_result_takes_further_methods_but_loses_none(tmp_path: Path) -> None:
     again = Parts.resume(path, {"methods": more})
     again.of("c")
     again.write()
-    found = json.loads(path.read_text())
-    assert found["run"]["methods"] == more
-    assert [record["name"] for record in found["compared"]] == ["a", "b", "c"]
+    result = json.loads(path.read_text())
+    assert result["run"]["methods"] == more
+    assert [record["name"] for record in result["compared"]] == ["a", "b", "c"]
     with pytest.raises(InputError, match="another methods"):
         Parts.resume(path, {"methods": more[1:]})
 

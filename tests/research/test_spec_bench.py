@@ -37,10 +37,10 @@ def test_the_forward_func(script: ModuleType, drafter: str) -> None:
     inputs = tokenizer(["the thing and the other thing"], return_tensors="pt").to("cuda")
     ids, new, steps, lengths = script.forward(inputs, script.Evaluated(model), tokenizer, 24, drafter=drafter)
     prompt = inputs.input_ids[0].tolist()
-    found = model.generate(prompt, max_new_tokens=24, drafter=drafter)
+    generation = model.generate(prompt, max_new_tokens=24, drafter=drafter)
     assert ids.shape == (1, len(prompt) + new)
-    assert ids[0].tolist() == prompt + found.token_ids
-    assert (new, steps) == (len(found.token_ids), found.stats.steps)
+    assert ids[0].tolist() == prompt + generation.token_ids
+    assert (new, steps) == (len(generation.token_ids), generation.stats.steps)
     assert (sum(lengths), len(lengths)) == (new, steps)
     assert min(lengths) >= 1
     if drafter == "none":
@@ -82,12 +82,12 @@ def answer(tokens: list[int], seconds: list[float], steps: list[int], text: str 
 def test_our_numbers_of_its_answers(script: ModuleType) -> None:
     plain = [answer([10, 10], [1.0, 1.0], [10, 10]), answer([4], [1.0], [4])]
     fast = [answer([10, 10], [0.5, 0.5], [4, 6]), answer([4], [1.0], [2], text="y")]
-    found = script.ours(fast, plain)
-    assert found["mean_acceptance_length"] == 24 / 12
-    assert found["tokens_per_second"] == 24 / 2
-    assert found["plain_tokens_per_second"] == 24 / 3
-    assert (found["speedup"], found["speedup_total"]) == (1.5, 1.5)
-    assert found["equal_texts"] == 1
+    summary = script.ours(fast, plain)
+    assert summary["mean_acceptance_length"] == 24 / 12
+    assert summary["tokens_per_second"] == 24 / 2
+    assert summary["plain_tokens_per_second"] == 24 / 3
+    assert (summary["speedup"], summary["speedup_total"]) == (1.5, 1.5)
+    assert summary["equal_texts"] == 1
 
 
 def test_questions(script: ModuleType, tmp_path: Path) -> None:

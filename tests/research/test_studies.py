@@ -65,8 +65,8 @@ def test_a_causal_pass_is_the_targets_own(case: str) -> None:
 def test_states_are_as_alike_as_a_loop_finds() -> None:
     cosine, target = study("cosine"), small()
     adapter = small_adapter(target)
-    found = cosine.streams_similarity(target, adapter, EXAMPLES)
-    assert found["layers"] == [1, 2, 3]
+    similarity = cosine.streams_similarity(target, adapter, EXAMPLES)
+    assert similarity["layers"] == [1, 2, 3]
     for j in (1, 2, 3):
         total, count = 0.0, 0
         for example in EXAMPLES:
@@ -77,7 +77,7 @@ def test_states_are_as_alike_as_a_loop_finds() -> None:
                     mine = objective.states(frozen, batch.tokens_BT, torch.tensor([[t]]))[0, 0, j - 1]
                 total += float(F.cosine_similarity(mine, frozen.hidden_BTD[0, t + j], dim=0))
                 count += 1
-        assert found["cosine"]["streams"][j - 1][-1] == pytest.approx(total / count, abs=2e-4)
+        assert similarity["cosine"]["streams"][j - 1][-1] == pytest.approx(total / count, abs=2e-4)
 
 
 def test_what_equals_the_true_states_scores_one() -> None:
@@ -97,11 +97,11 @@ def test_streams_without_embeddings_enter_as_copies_of_the_main_stream() -> None
     adapter = small_adapter(target, replace(RICH, root_width=0))
     assert adapter.embeddings is not None
     adapter.embeddings.zero_()
-    found = cosine.streams_similarity(target, adapter, EXAMPLES)["cosine"]
-    copies = [layers[0] for layers in found["copy of the main stream"]]
-    assert [layers[0] for layers in found["streams"]] == pytest.approx(copies, abs=1e-4)
-    assert [layers[-1] for layers in found["streams"]] != pytest.approx(
-        [layers[-1] for layers in found["copy of the main stream"]], abs=1e-2
+    similarity = cosine.streams_similarity(target, adapter, EXAMPLES)["cosine"]
+    copies = [layers[0] for layers in similarity["copy of the main stream"]]
+    assert [layers[0] for layers in similarity["streams"]] == pytest.approx(copies, abs=1e-4)
+    assert [layers[-1] for layers in similarity["streams"]] != pytest.approx(
+        [layers[-1] for layers in similarity["copy of the main stream"]], abs=1e-2
     )
 
 
@@ -192,8 +192,8 @@ def test_without_future_tokens_peeking_is_the_target_itself(mask: str) -> None:
     positions = torch.arange(4, 11)
     for case in ("llama", "mistral"):
         with torch.no_grad():
-            found = peeking.predictions(small(case), torch.tensor(tokens), positions, 0, mask)
-        torch.testing.assert_close(found, plain(small(case), tokens)[positions], atol=2e-5, rtol=1e-4)
+            rows = peeking.predictions(small(case), torch.tensor(tokens), positions, 0, mask)
+        torch.testing.assert_close(rows, plain(small(case), tokens)[positions], atol=2e-5, rtol=1e-4)
 
 
 def test_only_the_literal_mask_shows_the_next_token() -> None:
@@ -216,9 +216,9 @@ def test_only_the_literal_mask_shows_the_next_token() -> None:
 # -- figures 8, 9, 17, 19: counts ------------------------------------------------------------------------------------
 def test_a_plain_steps_arithmetic_and_reads() -> None:
     weights = 24 * 12 * 2048**2 + 50_272 * 2048  # OPT-1.3b
-    found = study("overhead").step("plain decoding")
-    assert found["operations"] == 2 * weights + 24 * 4 * 2048 * 1024
-    assert found["bytes"] == 2 * (weights + 2 * 24 * 2048 * 1024)
+    plain_step = study("overhead").step("plain decoding")
+    assert plain_step["operations"] == 2 * weights + 24 * 4 * 2048 * 1024
+    assert plain_step["bytes"] == 2 * (weights + 2 * 24 * 2048 * 1024)
     streams, medusa, draft = (study("overhead").step(name) for name in ("streams, optimised", "medusa", "draft model"))
     assert draft["intensity"] < streams["intensity"] < medusa["intensity"]
     assert 0 < draft["serial_share"] < 0.5
@@ -290,13 +290,13 @@ def test_a_study_from_the_command_to_its_section(
     assert str(tmp_path) not in stored
     result = json.loads(stored)
     page = importlib.import_module("reproduction_page")
-    (found,) = [each for each in importlib.import_module("studies").STUDIES if each.name == name]
-    lines = page.section(found, ("study-toy", result))
-    titles, rows = found.table(result)
+    (chosen,) = [each for each in importlib.import_module("studies").STUDIES if each.name == name]
+    lines = page.section(chosen, ("study-toy", result))
+    titles, rows = chosen.table(result)
     assert rows
     assert all(len(row) == len(titles) for row in rows)
-    assert found.ours(result)
-    assert f"## {found.title}" in lines
+    assert chosen.ours(result)
+    assert f"## {chosen.title}" in lines
     with pytest.raises(SystemExit, match="exists already"):
         run(words, monkeypatch)
     if name in COMPARED:
@@ -325,10 +325,10 @@ def test_a_study_from_the_command_to_its_section(
             assert found_there["alpha"]["draft model"] == pytest.approx(1, abs=1e-3)  # the target itself
             assert all(0 <= alpha < 1 for name, alpha in found_there["alpha"].items() if name != "draft model")
     pytest.importorskip("matplotlib")
-    if found.chart is not None:
+    if chosen.chart is not None:
         draw = study("draw").draw
-        picture = draw(found.chart(result))
-        assert picture == draw(found.chart(result))
+        picture = draw(chosen.chart(result))
+        assert picture == draw(chosen.chart(result))
         assert picture.count("<svg") == 1
 
 
@@ -379,13 +379,13 @@ def test_learning_curves_are_read_from_the_logs_of_trainings(toys: ToyFolders, t
     def measured(*folders: Path) -> Any:
         return learning.STUDY.measure(base.Setup(adapters={folder.name: folder for folder in folders}))
 
-    found = measured(trained(toys, tmp_path / "heads"))
-    curve = found["adapters"]["heads"]
+    result = measured(trained(toys, tmp_path / "heads"))
+    curve = result["adapters"]["heads"]
     assert curve["held_out"] == [[1000, 1.5], [1500, 1.6]], "2,000 tokens in 40 steps"
     assert curve["losses"] == [[500, 8.0], [1000, 7.0], [1500, 6.0]]
     assert (curve["tokens"], curve["by_nodes"]) == (1500, {"4 nodes": 1.3, "16 nodes": 1.6})
-    assert "heads 1.60" in learning.STUDY.ours(found)
-    ((*_, lengths, end, chain, top),) = learning.STUDY.table(found)[1]
+    assert "heads 1.60" in learning.STUDY.ours(result)
+    ((*_, lengths, end, chain, top),) = learning.STUDY.table(result)[1]
     assert (lengths, end, chain, top) == ("1.50 at 1,000, 1.60 at 1,500", "rising", "1.25", "0.50 0.25")
     with pytest.raises(InputError, match="different completions"):
         measured(tmp_path / "heads", trained(toys, tmp_path / "other", data="6"))
@@ -421,15 +421,15 @@ NUMBERED = {
 @pytest.mark.parametrize("paper", NUMBERED)
 def test_every_table_and_figure_has_a_row(paper: str) -> None:
     items = importlib.import_module("paper_items")
-    found: set[tuple[str, int]] = set()
+    numbered: set[tuple[str, int]] = set()
     for item in items.ITEMS:
         assert item.verdict in items.VERDICTS
         for part in item.number.split(", ") if item.paper == paper else ():
             kind, _, numbers = part.partition(" ")
             first, *last = (int(n.rstrip("ab")) for n in re.split(" and | to ", numbers))
             span = range(first, last[0] + 1) if " to " in numbers else (first, *last)
-            found |= {(kind.rstrip("s"), number) for number in span}
-    assert found == {(kind, n) for kind, most in NUMBERED[paper] for n in range(1, most + 1)}
+            numbered |= {(kind.rstrip("s"), number) for number in span}
+    assert numbered == {(kind, n) for kind, most in NUMBERED[paper] for n in range(1, most + 1)}
 
 
 def test_what_rests_on_a_study_without_a_result_is_inconclusive() -> None:

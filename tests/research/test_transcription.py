@@ -68,12 +68,12 @@ def test_tokens_are_those_of_transformers(sounds: list[Samples]) -> None:
         while start < features.shape[1]:
             part = window(features, start, features.shape[1], windows.frames)
             prompt = windows.prompt("en", before)
-            found = windows.decode(Source(features=part), prompt)
+            decoded = windows.decode(Source(features=part), prompt)
             expected = _generated(hf, part, prompt, windows)
-            if found.tokens != expected:
-                _check_tie(hf, part, prompt, found.tokens, expected)
+            if decoded.tokens != expected:
+                _check_tie(hf, part, prompt, decoded.tokens, expected)
             frames = min(windows.frames, features.shape[1] - start)
-            segments, start = segments_of(windows, found, start, frames)
+            segments, start = segments_of(windows, decoded, start, frames)
             before += [token for segment in segments for token in segment.tokens]
 
 

@@ -151,21 +151,21 @@ def test_rouge_without_its_library_is_one_sentence(monkeypatch: pytest.MonkeyPat
 
 def test_differences_are_taken_row_by_row() -> None:
     half = 1.959964 * 0.2 / 3**0.5
-    found = difference([0.9, 0.5, None, 0.5], [0.5, 0.5, 1.0, 0.3])
-    assert (found["mean"], found["rows"]) == (0.2, 3)
-    assert (found["low"], found["high"]) == pytest.approx((0.2 - half, 0.2 + half), abs=1e-6)
+    gap = difference([0.9, 0.5, None, 0.5], [0.5, 0.5, 1.0, 0.3])
+    assert (gap["mean"], gap["rows"]) == (0.2, 3)
+    assert (gap["low"], gap["high"]) == pytest.approx((0.2 - half, 0.2 + half), abs=1e-6)
     assert difference([None], [1.0]) == {"mean": None, "low": None, "high": None, "rows": 0}
     assert difference([1.0], [0.0])["low"] == 0.0, "one row says nothing of others"
 
 
 def test_spread_of_shares_and_of_means() -> None:
     # Wilson's interval of 8 in 10: 0.490 to 0.943
-    found = spread([1.0] * 8 + [0.0] * 2)
-    assert (found["mean"], found["rows"]) == (0.8, 10)
-    assert (found["low"], found["high"]) == pytest.approx((0.490, 0.943), abs=1e-3)
+    interval = spread([1.0] * 8 + [0.0] * 2)
+    assert (interval["mean"], interval["rows"]) == (0.8, 10)
+    assert (interval["low"], interval["high"]) == pytest.approx((0.490, 0.943), abs=1e-3)
     assert spread([1.0] * 5)["low"] < 0.6
-    found = spread([0.2, 0.4, None, 0.6])
+    interval = spread([0.2, 0.4, None, 0.6])
     half = 1.959964 * 0.2 / 3**0.5
-    assert found == {"mean": 0.4, "low": pytest.approx(0.4 - half), "high": pytest.approx(0.4 + half), "rows": 3}
+    assert interval == {"mean": 0.4, "low": pytest.approx(0.4 - half), "high": pytest.approx(0.4 + half), "rows": 3}
     assert spread([0.5]) == {"mean": 0.5, "low": 0.0, "high": 1.0, "rows": 1}
     assert spread([None]) == {"mean": None, "low": None, "high": None, "rows": 0}

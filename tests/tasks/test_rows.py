@@ -185,10 +185,10 @@ def test_rows_of_the_test_are_never_trained_on(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", boats(1, 2, 3, 4, 4))
     write(tmp_path / "validation.jsonl", boats(3, 5, 6))
     write(tmp_path / "test.jsonl", boats(2, 5, 7))
-    found = training_rows(TASKS["sql"], tmp_path)
-    numbers = [[row.fields["answer"][-1] for row in rows] for rows in (found.train, found.validation)]
+    training = training_rows(TASKS["sql"], tmp_path)
+    numbers = [[row.fields["answer"][-1] for row in rows] for rows in (training.train, training.validation)]
     assert numbers == [["1", "4", "4"], ["3", "6"]]
-    assert (found.test, found.left_out) == (3, 3)
+    assert (training.test, training.left_out) == (3, 3)
     (tmp_path / "validation.jsonl").unlink()
     (tmp_path / "test.jsonl").unlink()
     assert len(training_rows(TASKS["sql"], tmp_path).train) == 5
@@ -200,11 +200,11 @@ def test_rows_of_the_test_are_never_trained_on(tmp_path: Path) -> None:
 def test_a_file_is_split_by_its_prompts(tmp_path: Path) -> None:
     rows = [{"a": f"word {n % 150}", "b": str(n)} for n in range(200)]
     task = own(write(tmp_path / "t.jsonl", rows))
-    found = training_rows(task)
+    training = training_rows(task)
     test = rows_of(task, "test")
-    assert found.test == len(test)
-    assert len(found.train) + len(found.validation) + len(test) == 200
-    groups = [{row.prompt for row in group} for group in (found.train, found.validation, test)]
+    assert training.test == len(test)
+    assert len(training.train) + len(training.validation) + len(test) == 200
+    groups = [{row.prompt for row in group} for group in (training.train, training.validation, test)]
     assert sum(map(len, groups)) == len(set.union(*groups)) == 150
     assert 105 <= len(groups[0]) <= 135
     more = own(write(tmp_path / "more.jsonl", [*({"a": f"other {n}", "b": "x"} for n in range(9)), *rows]))

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.cli import bench, standard_streams, train
-from anabranch.cli.analysis import analyze, simulate
 from anabranch.cli.certify import certify
 from anabranch.cli.chat import chat
 from anabranch.cli.convert import convert
@@ -22,6 +21,7 @@ from anabranch.cli.models import info, pull
 from anabranch.cli.options import UsageError
 from anabranch.cli.serve import serve
 from anabranch.cli.show import Notices, labelled, show_warning
+from anabranch.cli.simulate import simulate
 from anabranch.cli.transcribe import transcribe
 from anabranch.cli.tune import tune
 from anabranch.errors import AnabranchError
@@ -38,7 +38,7 @@ app = typer.Typer(
     help="Decode language models faster without changing their output.",
     **HELP,
 )
-for verb in (pull, generate, chat, transcribe, serve, info, convert, certify, tune, simulate, analyze):
+for verb in (pull, generate, chat, transcribe, serve, info, convert, certify, tune, simulate):
     app.command(cls=Verb)(verb)
 app.add_typer(bench.app, name="bench", cls=bench.Bench)
 app.add_typer(train.app, name="train", cls=train.Methods)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.cli import bench_load, bench_run, bench_shape, peers
-from anabranch.cli.bench_config import RowsConfig, RunConfig, ShapeConfig, TaskConfig
 from anabranch.cli.configured import configured
 from anabranch.cli.help import HELP, Verb, Verbs
 
@@ -40,49 +39,13 @@ app = typer.Typer(
 app.add_typer(peers.app, name="peers")
 
 
-@app.command("run", cls=Verb)
-@configured
-def bench(config: RunConfig) -> None:
-    """Measure drafters and other engines on the same prompts, one prompt at a time.
-
-    All contenders decode each prompt, in rotating order, before the next one. Speedups are relative to plain decoding
-    (none) of the same prompts with the same weights, which is always measured too. Run nothing else at the same time.
-
-    Ctrl-C keeps the results so far; --resume continues. 'bench compare' compares two results.
-    """
-    bench_run.run(config)
-
-
-@app.command("load", cls=Verb)
-@configured
-def bench_rows(config: RowsConfig) -> None:
-    """Measure throughput and latency with several concurrent prompts.
-
-    N prompts are in progress at any time, until none is left; peers with static batches decode N prompts that start
-    and end together. Ratios are relative to plain decoding with the same weights and the same number of rows.
-    """
-    bench_load.run(config)
-
-
-@app.command("task", cls=Verb)
-@configured
-def bench_task(config: TaskConfig) -> None:
-    """Measure the speed of an application and the quality of its answers, and show how examples were decoded.
-
-    As 'run', on the rows of TASK, with the scores of its metrics. 'bench table' puts the results of one task, for
-    several models, into one table.
-    """
-    bench_run.run(config)
-
-
-@app.command("shape", cls=Verb)
-@configured
-def bench_steps(config: ShapeConfig) -> None:
-    """Time passes by their number of nodes, of models or of random weights in the shape of a model.
-
-    The time of a pass over n nodes, in plain steps, says how many nodes are verified for free on this machine.
-    """
-    bench_shape.run(config)
+for name, verb in (
+    ("run", bench_run.run),
+    ("load", bench_load.load),
+    ("task", bench_run.task),
+    ("shape", bench_shape.shape),
+):
+    app.command(name, cls=Verb)(configured(verb))
 
 
 @app.command("compare", cls=Verb)

@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.bench_config import Contenders, RowsConfig, command, entries_of, prepared
+from anabranch.cli import options
+from anabranch.cli.bench_contenders import Contenders, Out, command, entries_of, prepared
 from anabranch.cli.bench_run import decode, stop_unmeasured
 from anabranch.cli.layout import status_console
-from anabranch.cli.options import check_at_least
 from anabranch.errors import CapabilityError, InputError
 from anabranch.support.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from anabranch.bench.entries import Entry
 
-__all__ = ["run"]
+__all__ = ["RowsConfig", "load"]
 
 ROWS = (1, 4)
 
 
-def run(config: RowsConfig) -> None:
-    """Check the options before loading, measure, print the result, and write it to ``--out``."""
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """The options of ``bench load``."""
+
+    rows: Annotated[
+        tuple[int, ...], typer.Option(metavar="N", help="decode N prompts at a time; repeatable (default: 1 and 4)")
+    ] = ()
+    contenders: Contenders = field(default=Contenders())
+    prompts: options.Prompts = field(default=options.Prompts())
+    out: Out = None
+    force: options.Force = False
+    as_json: options.AsJson = False
+
+
+def load(config: RowsConfig) -> None:
+    """Measure throughput and latency with several concurrent prompts.
+
+    N prompts are in progress at any time, until none is left; peers with static batches decode N prompts that start
+    and end together. Ratios are relative to plain decoding with the same weights and the same number of rows.
+    """
     from anabranch.bench.journal import beside
     from anabranch.bench.session import Session
     from anabranch.methods import AUTO
     from anabranch.support.files import check_output, check_writable, write_atomically
 
     contenders, rows = config.contenders, config.rows or ROWS
-    check_at_least(1, max_new_tokens=contenders.max_new_tokens, repeats=contenders.repeats)
+    options.check_at_least(1, max_new_tokens=contenders.max_new_tokens, repeats=contenders.repeats)
     out = None if config.out is None else beside(config.out, ".json")
     if out is not None:
         check_writable(out)
@@ -68,7 +87,7 @@ def run(config: RowsConfig) -> None:
 
 def _check_rows(rows: tuple[int, ...], prompts: int) -> None:
     """Check that there are enough prompts for these numbers of rows. Raises InputError."""
-    check_at_least(1, rows=min(rows))
+    options.check_at_least(1, rows=min(rows))
     if (most := max(rows)) > prompts:
         raise InputError(
             f"--rows {most} needs at least {most} prompts, got {prompts}; raise --limit, choose a larger --suite or "

@@ -5,37 +5,164 @@ from __future__ import annotations
 import json
 import textwrap
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli.bench_config import (
-    Files,
-    RunConfig,
-    TaskConfig,
-    command,
-    entries_of,
-    prepared,
-)
+from anabranch.cli import completion, options
+from anabranch.cli.bench_contenders import Contenders, command, entries_of, prepared
 from anabranch.cli.layout import status_console
-from anabranch.cli.options import check_at_least
 from anabranch.errors import CapabilityError, InputError
 from anabranch.support.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from anabranch.bench.entries import Entry
     from anabranch.bench.session import Session
     from anabranch.bench.suites import Application
 
-__all__ = ["decode", "run", "stop_unmeasured"]
+__all__ = ["RunConfig", "TaskConfig", "decode", "run", "stop_unmeasured", "task"]
 
 LONGEST = 400  # characters of a prompt that are shown in a terminal
 
 
-def run(config: RunConfig | TaskConfig) -> None:
-    """Check the options before loading, measure, print the result, and write it to ``--out``."""
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Files and formats of a result."""
+
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json, FILE.csv and FILE.md")
+    ] = None
+    figures: Annotated[bool, typer.Option("--figures", help="also draw figures, as FILE.*.png and .svg")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="continue the stopped run that was writing FILE")] = False
+    force: options.Force = False
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="record our contenders' steps as DIR/LABEL.jsonl, for 'simulate': first runs only"
+        ),
+    ] = None
+    as_json: options.AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The options of ``bench run``."""
+
+    contenders: Contenders = field(default=Contenders())
+    every: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="LABEL=N", help="measure a slow contender on the first and every N-th prompt only; repeatable"
+        ),
+    ] = ()
+    prompts: options.Prompts = field(default=options.Prompts())
+    files: Files = field(default=Files())
+
+    def strides(self, entries: Sequence[Entry], baseline: str | None) -> dict[str, int]:
+        """The values of ``--every`` by label. Raises InputError for an invalid one, or one of plain decoding."""
+        from anabranch.support.nearest import hint
+
+        strides = {}
+        for text in self.every:
+            label, _, number = text.rpartition("=")
+            names = [entry.name for entry in entries if entry.name != baseline]
+            if label not in names:
+                raise InputError(f"--every names no contender besides plain decoding: {text!r}{hint(label, names)}")
+            if not (number.isascii() and number.isdigit() and int(number)):
+                raise InputError(f"--every must be LABEL=N with a whole number from 1, got {text!r}")
+            strides[label] = int(number)
+        if strides and self.files.trace is not None:
+            raise InputError("--trace records every prompt of all contenders; leave out --every or --trace")
+        return strides
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """The options of ``bench task``."""
+
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK",
+            help="an application: sql, e2e, dialogsum or a JSONL file",
+            autocompletion=completion.one_of("sql", "e2e", "dialogsum"),
+        ),
+    ]
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="read data sets here, as NAME/test.jsonl.gz")] = None
+    split: Annotated[
+        str, typer.Option(help="use the rows of train, validation, test, or all of a file of your own")
+    ] = "test"
+    limit: Annotated[int | None, typer.Option(help="use only this many rows, spread over the split")] = None
+    prompt_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="write prompts like this, with fields of a row as {name} (default: the field prompt)"
+        ),
+    ] = None
+    completion: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD", help="the field of the completion, or of a list of them (default: completion)"),
+    ] = None
+    raw: options.Raw = False
+    metric: Annotated[
+        tuple[str, ...], typer.Option(help="score answers by exact_match, execution or rouge instead; repeatable")
+    ] = ()
+    examples: Annotated[int, typer.Option(help="show how this many of the answers were decoded")] = 1
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the tables and the examples as a web page")
+    ] = None
+    contenders: Contenders = field(default=Contenders())
+    files: Files = field(default=Files())
+
+    @property
+    def prompts(self) -> options.Prompts:
+        """The same as options of prompts."""
+        return options.Prompts(
+            task=(self.task,),
+            data=self.data,
+            split=self.split,
+            limit=self.limit,
+            prompt_template=self.prompt_template,
+            completion=self.completion,
+            raw=self.raw,
+        )
+
+    def application(self) -> Application:
+        """The task to measure. Raises InputError, FileError or CapabilityError."""
+        from anabranch.tasks import check_metrics
+
+        application = self.prompts.application(self.metric)
+        assert application is not None
+        check_metrics(application.task.metrics)
+        return application
+
+
+def run(config: RunConfig) -> None:
+    """Measure drafters and other engines on the same prompts, one prompt at a time.
+
+    All contenders decode each prompt, in rotating order, before the next one. Speedups are relative to plain decoding
+    (none) of the same prompts with the same weights, which is always measured too. Run nothing else at the same time.
+
+    Ctrl-C keeps the results so far; --resume continues. 'bench compare' compares two results.
+    """
+    _run(config)
+
+
+def task(config: TaskConfig) -> None:
+    """Measure the speed of an application and the quality of its answers, and show how examples were decoded.
+
+    As 'run', on the rows of TASK, with the scores of its metrics. 'bench table' puts the results of one task, for
+    several models, into one table.
+    """
+    _run(config)
+
+
+def _run(config: RunConfig | TaskConfig) -> None:
     from anabranch.bench.entries import plain_of
     from anabranch.bench.recordings import Recordings, recorded_places
     from anabranch.bench.session import Session
@@ -105,9 +232,9 @@ def _check(config: RunConfig | TaskConfig) -> None:
     if (files.figures or files.resume) and files.out is None:
         option = "--figures" if files.figures else "--resume"
         raise InputError(f"{option} needs --out FILE, since its files are next to it")
-    check_at_least(1, max_new_tokens=config.contenders.max_new_tokens, repeats=config.contenders.repeats)
+    options.check_at_least(1, max_new_tokens=config.contenders.max_new_tokens, repeats=config.contenders.repeats)
     if isinstance(config, TaskConfig):
-        check_at_least(0, examples=config.examples)
+        options.check_at_least(0, examples=config.examples)
         if config.html is not None:
             check_output(config.html, force=files.force or files.resume, what="the page", option="--html")
     if files.figures:

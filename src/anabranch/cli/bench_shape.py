@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-from anabranch.cli import options
-from anabranch.cli.bench_config import ShapeConfig, command
+import typer
+
+from anabranch.cli import completion, options
+from anabranch.cli.bench_contenders import Out, Repeats, command
 from anabranch.cli.layout import status_console
+from anabranch.declared import hints_of
 from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
     from anabranch.bench.shapes import Shape
 
-__all__ = ["run"]
+__all__ = ["ShapeConfig", "shape"]
 
 
-def run(config: ShapeConfig) -> None:
-    """Measure one model after another, print the results, and write those so far to ``--out`` after each."""
+LOADING = {name: get_args(hint)[1] for name, hint in hints_of(LoadConfig).items() if get_origin(hint) is Annotated}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeConfig:
+    """The options of ``bench shape``."""
+
+    models: Annotated[
+        tuple[str, ...],
+        typer.Argument(
+            metavar="MODEL[@KIND] ...",
+            help="a size with random weights (135m, 7b, 13b or 33b), or a model to load (default, a folder, a .gguf "
+            "file or a hub id); @int8 or @int4 quantises its weights, 7b@Q4_K stores random ones as GGUF files do",
+            autocompletion=completion.one_of("135m", "7b", "13b", "33b", "default"),
+        ),
+    ]
+    width: Annotated[tuple[int, ...], typer.Option(metavar="N", help="verify N nodes in a step; repeatable")] = ()
+    batch: Annotated[tuple[int, ...], typer.Option(metavar="N", help="decode N rows at a time; repeatable")] = ()
+    context_tokens: Annotated[
+        tuple[int, ...], typer.Option("--context", metavar="N", help="hold N tokens in the KV cache; repeatable")
+    ] = ()
+    dtype: Annotated[str, LOADING["dtype"]] = "auto"
+    device: Annotated[str, LOADING["device"]] = "auto"
+    threads: Annotated[int | None, LOADING["threads"]] = None
+    repeats: Repeats = 1
+    out: Out = None
+    force: options.Force = False
+    as_json: options.AsJson = False
+
+
+def shape(config: ShapeConfig) -> None:
+    """Time passes by their number of nodes, of models or of random weights in the shape of a model.
+
+    The time of a pass over n nodes, in plain steps, says how many nodes are verified for free on this machine.
+    """
     from anabranch.bench.entries import split_weights
     from anabranch.bench.journal import beside
     from anabranch.bench.report import environment
@@ -38,9 +75,9 @@ def run(config: ShapeConfig) -> None:
     console, records, tables = status_console(), [], []
     result: dict[str, Any] = {"command": command(), "environment": environment(resolve_device(config.device))}
     for name, weights in subjects:
-        shape = _measured(config, name, weights)
-        records.append(shape_record(shape))
-        tables += shape_table(shape)
+        timed = _measured(config, name, weights)
+        records.append(shape_record(timed))
+        tables += shape_table(timed)
         result["timed"] = records
         if config.out is not None:
             write_atomically(beside(config.out, ".json"), json.dumps(result, indent=1) + "\n")

@@ -174,7 +174,7 @@ def _write(config: CertifyConfig, loaded: Loaded, record: dict[str, Any]) -> Non
     """Write the result to ``--out`` if it is given, with the model, the prompts' source and the environment."""
     from anabranch.bench.journal import beside
     from anabranch.bench.report import environment
-    from anabranch.cli.bench_config import command
+    from anabranch.cli.bench_contenders import command
     from anabranch.cli.layout import status_console
     from anabranch.support.files import without_folders
 

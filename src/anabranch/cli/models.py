@@ -235,15 +235,7 @@ def _model(what: str, as_json: bool) -> None:
     facts: dict[str, Any] = {
         "name": target.name,
         "weights": "in the type of the file",
-        "family": config.family,
-        "parameters": sum(p.numel() for p in target.decoder.parameters()),
-        "layers": config.num_layers,
-        **_encoder(config),
-        "width": config.hidden_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "vocabulary": config.vocab_size,
-        "max_positions": config.max_positions,
+        **_sizes(config, sum(p.numel() for p in target.decoder.parameters())),
         "dtype": str(target.decoder.dtype).removeprefix("torch."),
         "cache_bytes_per_token": bytes_per_token(config, target.decoder.dtype),
         "cache_bytes_per_token_int8": bytes_per_token(config, target.decoder.dtype, quantized=True),
@@ -259,18 +251,26 @@ def _model(what: str, as_json: bool) -> None:
     _print_model(facts, as_json)
 
 
-def _encoder(config: ModelConfig) -> dict[str, Any]:
-    """The facts of an encoder; none for a decoder-only model."""
-    if config.encoder is None:
-        return {}
-    layers, channels = config.encoder.layers, config.encoder.channels
-    reads = f"{channels} features a frame" if channels else "a source text"
-    return {"encoder_layers": layers.num_layers, "encoder_reads": reads, "max_source_positions": layers.max_positions}
+def _sizes(config: ModelConfig, parameters: int) -> dict[str, Any]:
+    """The family and the sizes of a model, and of its encoder if it has one."""
+    facts: dict[str, Any] = {"family": config.family, "parameters": parameters, "layers": config.num_layers}
+    if config.encoder is not None:
+        layers, channels = config.encoder.layers, config.encoder.channels
+        facts["encoder_layers"] = layers.num_layers
+        facts["encoder_reads"] = f"{channels} features a frame" if channels else "a source text"
+        facts["max_source_positions"] = layers.max_positions
+    return {
+        **facts,
+        "width": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "vocabulary": config.vocab_size,
+        "max_positions": config.max_positions,
+    }
 
 
 def _stored_model(what: str, path: Path) -> dict[str, Any] | None:
     """The facts of files that are decoded as they are stored, without loading them; None for others."""
-
     from anabranch.adapters.folder import read_record, shipped
     from anabranch.bench.machine import read_rate
     from anabranch.model.as_stored import NotStoredError
@@ -295,14 +295,7 @@ def _stored_model(what: str, path: Path) -> dict[str, Any] | None:
         "name": what,
         "weights": f"as stored ({', '.join(formats)})",
         "formats_mb": {name: round(size / 1e6, 1) for name, size in formats.items()},
-        "family": config.family,
-        "parameters": model.parameters,
-        "layers": config.num_layers,
-        "width": config.hidden_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "vocabulary": config.vocab_size,
-        "max_positions": config.max_positions,
+        **_sizes(config, model.parameters),
         "dtype": "bfloat16",
         "fingerprint": model.fingerprint,
         "folder": str(path),

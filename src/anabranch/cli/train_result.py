@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anabranch.cli.layout import print_tables
 from anabranch.cli.screen import clock
+from anabranch.support.table import Table
 
 if TYPE_CHECKING:
     from anabranch.cli.train_measure import Decoded
@@ -113,7 +115,8 @@ def show(record: Mapping[str, Any], summary: Mapping[str, Any], out: Path) -> No
     curve: Curve = [(int(step), float(value)) for step, value in summary["curve"]]
     if summary["predicted"]:
         say(f"\nPredicted from {record['measured']['held-out answers']} held-out answers:")
-        console.print(_table(summary["predicted"]))
+        rows = [(spec, f"{length:.2f}") for spec, length in summary["predicted"].items()]
+        print_tables([Table(("draft", "mean acceptance\nlength"), rows)], console)
     if own := record["measured"].get("own prompts"):
         say(f"On {own['held-out answers']} prompts of your own: mean acceptance length "
             f"{own['predicted mean acceptance length']['tree']:.2f} (16 nodes)")  # fmt: skip
@@ -152,8 +155,6 @@ def show_lora(record: Mapping[str, Any], decoded: Mapping[str, Decoded], out: Pa
 
 def show_quality(rows: Sequence[Mapping[str, Any]], console: Any) -> None:
     """Print what the untuned and the tuned model make of held-out rows; nothing without rows."""
-    from rich.table import Table
-
     columns = {
         "loss": ("loss", "{:.3f}"),
         "accuracy": ("accuracy", "{:.1%}"),
@@ -163,15 +164,13 @@ def show_quality(rows: Sequence[Mapping[str, Any]], console: Any) -> None:
     columns = {key: column for key, column in columns.items() if any(key in row for row in rows)}
     if not columns:
         return
-    table = Table("held-out rows", box=None, pad_edge=False)
-    for title, _ in columns.values():
-        table.add_column(title, justify="right")
+    shown = []
     for row in rows:
         name = f"{row['model']} model, {row['drafter']}" if row["drafter"] else f"{row['model']} model"
         cells = [form.format(row[key]) if key in row else "" for key, (_, form) in columns.items()]
-        table.add_row(name.replace(f", {PLAIN}", ", plain"), *cells)
+        shown.append((name.replace(f", {PLAIN}", ", plain"), *cells))
     console.print()
-    console.print(table)
+    print_tables([Table(("held-out rows", *(title for title, _ in columns.values())), shown)], console)
 
 
 def _stopped(training: Mapping[str, Any]) -> str:
@@ -193,16 +192,6 @@ def _speedup(speeds: Mapping[str, float]) -> str:
         return ""
     ratio = speeds[drafted[0]] / speeds[PLAIN]
     return f"{speeds[drafted[0]]:.1f} tokens/s ({drafted[0]}), plain {speeds[PLAIN]:.1f}: {ratio:.2f} times"
-
-
-def _table(lengths: Mapping[str, float]) -> Any:
-    from rich.table import Table
-
-    table = Table("draft", box=None, pad_edge=False)
-    table.add_column("mean acceptance\nlength", justify="right")
-    for spec, length in lengths.items():
-        table.add_row(spec, f"{length:.2f}")
-    return table
 
 
 def sparkline(values: Sequence[float]) -> str:

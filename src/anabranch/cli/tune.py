@@ -138,7 +138,10 @@ def _fitting(texts: Sequence[TextOrMessages], loaded: Loaded, config: TuneConfig
 
 
 def _show(fitted: Fit, path: Path | None) -> None:
-    """Print the choice and its speedup, then the measurements, in at most 60 columns unless a name is longer."""
+    """Print the choice and its speedup, then the measurements."""
+    from anabranch.cli.layout import print_tables
+    from anabranch.support.table import Table
+
     print(f"{fitted.speedup:.2f}x with {fitted.spec}")
     if fitted.spec.plain:
         print("Plain decoding is the fastest here.")
@@ -152,18 +155,21 @@ def _show(fitted: Fit, path: Path | None) -> None:
     print(f"{'':<8} 90 % interval {low:.1f} to {high:.1f}")
     if path is not None:
         print(f"written to {path}\nThe drafter 'auto' starts from these costs from now on.")
-    print(f"\n{'predicted':<40}{'tokens':>6}{'nodes':>6}{'tokens':>8}\n{'':<40}{'/step':>6}{'/step':>6}{'/s':>8}")
+    predicted = []
     for one in sorted(fitted.tried, key=lambda one: -one.rate)[:SHOWN]:
         nodes = one.prediction.draft_nodes / max(1, one.prediction.steps)
         length = one.prediction.mean_acceptance_length
-        print(f"{one.candidate.spec!s:<40}{length:6.2f}{nodes:6.1f}{one.rate:8.1f}")
-    print(f"\n{'ms by nodes':<20}" + "".join(f"{n:>5}" for n in NODES))
-    for group, times in fitted.times.groups.items():
-        for what, table in (("verify", times.passes), ("draft", times.draft)):
-            if table is not None:
-                known = dict(zip(table.widths, table.ms, strict=True))
-                cells = "".join(f"{known[n]:5.1f}" if n in known else " " * 5 for n in NODES)
-                print(f"{f'{what} {group}'[:19]:<20}{cells}".rstrip())
+        predicted.append((str(one.candidate.spec), f"{length:.2f}", f"{nodes:.1f}", f"{one.rate:.1f}"))
+    times = []
+    for group, measured in fitted.times.groups.items():
+        for what, widths in (("verify", measured.passes), ("draft", measured.draft)):
+            if widths is not None:
+                known = dict(zip(widths.widths, widths.ms, strict=True))
+                times.append((f"{what} {group}", *(f"{known[n]:.1f}" if n in known else "" for n in NODES)))
+    print()
+    print_tables([Table(("predicted", "tokens\n/step", "nodes\n/step", "tokens\n/s"), predicted)])
+    print()
+    print_tables([Table(("ms by nodes", *map(str, NODES)), times)])
 
 
 def _disturbance(fitted: Fit) -> str:

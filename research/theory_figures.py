@@ -1,4 +1,6 @@
-"""The papers' figures on theory and cost, drawn from our own formulas and counts, each with a table of its numbers.
+"""Draw the papers' figures on theory and cost from our own formulas and counts, each with a table of its numbers.
+
+    python research/theory_figures.py --out DIR
 
 v1 4, ACL 20  ``streaming_speedup``  Speculative Streaming over a draft model (eq. 10)
 Leviathan     ``t5``                 the T5 experiments, predicted and measured
@@ -8,6 +10,7 @@ ACL 9         ``operations``         arithmetic of a draft
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch.analysis.cost import costs
 from anabranch.analysis.theory import T5, streaming_speedup
 from anabranch.drafting.counting import DraftCost, DraftShape
-from anabranch.errors import FileError
+from anabranch.errors import AnabranchError, FileError
 from anabranch.support import plots
 from anabranch.support.files import check_folder, check_output, write_atomically
 from anabranch.support.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED
@@ -172,3 +175,20 @@ def _draw_overhead(figure: Figure, table: Table) -> None:
 def _draw_operations(figure: Figure, table: Table) -> None:
     names = [row["method"] for row in table]
     _bars(figure.add_subplot(), names, [row["operations"] / 1e9 for row in table], "10⁹ operations per draft")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="write the figures and tables here")
+    parser.add_argument("--model", default="Llama-2-13B", help="draw the cost figures for this model")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
+    args = parser.parse_args()
+    try:
+        for path in write_figures(args.out, model=args.model, force=args.force):
+            print(path)
+    except AnabranchError as error:
+        raise SystemExit(f"theory_figures.py: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

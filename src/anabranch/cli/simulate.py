@@ -1,4 +1,4 @@
-"""``anabranch simulate`` and ``anabranch analyze``: replay recorded drafts, and draw the theory's figures."""
+"""``anabranch simulate``: replay recorded drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anabranch.errors import InputError
 if TYPE_CHECKING:
     from anabranch.analysis.simulate import Cut, Prediction
 
-__all__ = ["AnalyzeConfig", "SimulateConfig", "analyze", "simulate"]
+__all__ = ["SimulateConfig", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,36 +98,6 @@ def simulate(config: SimulateConfig) -> None:
         print(json.dumps(record))
         return
     _show(predictions, alpha)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnalyzeConfig:
-    """The options of ``anabranch analyze``."""
-
-    out: Annotated[Path, typer.Option(metavar="DIR", help="write the figures and their tables to this folder")]
-    model: Annotated[
-        str, typer.Option(help="draw the cost figures for this model: Llama-2-7B, Mistral-7B, Phi-3, OPT-1.3b, ...")
-    ] = "Llama-2-13B"
-    force: options.Force = False
-    as_json: options.AsJson = False
-
-
-@configured
-def analyze(config: AnalyzeConfig) -> None:
-    """Draw the theory's figures (PNG and SVG), with their numbers (CSV).
-
-    They show the speedup of Speculative Streaming over a draft model (v1 figure 4, ACL figure 20), Leviathan et al.'s
-    T5 experiments as predicted and as measured, and the cost of a draft in parameters, memory traffic and arithmetic
-    (ACL figures 8 and 9).
-    """
-    from anabranch.analysis.figures import write_figures
-
-    written = write_figures(config.out, model=config.model, force=config.force)
-    if config.as_json:
-        print(json.dumps([str(path) for path in written]))
-        return
-    for path in written:
-        print(path)
 
 
 def _numbers(option: str, text: str | None, *, whole: bool = True) -> list[int] | list[float]:

@@ -1,4 +1,4 @@
-"""The configurations of the verbs of ``anabranch bench``, and what these verbs share."""
+"""The contenders of ``anabranch bench``, and the models and prompts that its verbs prepare for them."""
 
 from __future__ import annotations
 
@@ -8,36 +8,32 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import completion, options
-from anabranch.declared import Keywords, hints_of
+from anabranch.declared import Keywords
 from anabranch.errors import InputError
 from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
     from anabranch.bench.entries import Entry
     from anabranch.bench.run import Encoded
-    from anabranch.bench.suites import Application, SuitePrompt
+    from anabranch.bench.suites import SuitePrompt
     from anabranch.loading import Loaded
     from anabranch.model.quantize import Rounding
 
 __all__ = [
     "Contenders",
-    "Files",
+    "Out",
     "Prepared",
-    "RowsConfig",
-    "RunConfig",
-    "ShapeConfig",
-    "TaskConfig",
+    "Repeats",
     "command",
     "entries_of",
     "prepared",
 ]
 
-LOADING = {name: get_args(hint)[1] for name, hint in hints_of(LoadConfig).items() if get_origin(hint) is Annotated}
 Repeats = Annotated[int, typer.Option(help="repeat every measurement this many times")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json")]
 
@@ -73,159 +69,6 @@ class Contenders:
         from anabranch.bench.entries import listed
 
         return (*self.method, *(() if self.methods is None else listed(self.methods)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """Files and formats of a result."""
-
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the result to FILE.json, FILE.csv and FILE.md")
-    ] = None
-    figures: Annotated[bool, typer.Option("--figures", help="also draw figures, as FILE.*.png and .svg")] = False
-    resume: Annotated[bool, typer.Option("--resume", help="continue the stopped run that was writing FILE")] = False
-    force: options.Force = False
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="record our contenders' steps as DIR/LABEL.jsonl, for 'simulate': first runs only"
-        ),
-    ] = None
-    as_json: options.AsJson = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """The options of ``bench run``."""
-
-    contenders: Contenders = field(default=Contenders())
-    every: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            metavar="LABEL=N", help="measure a slow contender on the first and every N-th prompt only; repeatable"
-        ),
-    ] = ()
-    prompts: options.Prompts = field(default=options.Prompts())
-    files: Files = field(default=Files())
-
-    def strides(self, entries: Sequence[Entry], baseline: str | None) -> dict[str, int]:
-        """The values of ``--every`` by label. Raises InputError for an invalid one, or one of plain decoding."""
-        from anabranch.support.nearest import hint
-
-        strides = {}
-        for text in self.every:
-            label, _, number = text.rpartition("=")
-            names = [entry.name for entry in entries if entry.name != baseline]
-            if label not in names:
-                raise InputError(f"--every names no contender besides plain decoding: {text!r}{hint(label, names)}")
-            if not (number.isascii() and number.isdigit() and int(number)):
-                raise InputError(f"--every must be LABEL=N with a whole number from 1, got {text!r}")
-            strides[label] = int(number)
-        if strides and self.files.trace is not None:
-            raise InputError("--trace records every prompt of all contenders; leave out --every or --trace")
-        return strides
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowsConfig:
-    """The options of ``bench load``."""
-
-    rows: Annotated[
-        tuple[int, ...], typer.Option(metavar="N", help="decode N prompts at a time; repeatable (default: 1 and 4)")
-    ] = ()
-    contenders: Contenders = field(default=Contenders())
-    prompts: options.Prompts = field(default=options.Prompts())
-    out: Out = None
-    force: options.Force = False
-    as_json: options.AsJson = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskConfig:
-    """The options of ``bench task``."""
-
-    task: Annotated[
-        str,
-        typer.Argument(
-            metavar="TASK",
-            help="an application: sql, e2e, dialogsum or a JSONL file",
-            autocompletion=completion.one_of("sql", "e2e", "dialogsum"),
-        ),
-    ]
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="read data sets here, as NAME/test.jsonl.gz")] = None
-    split: Annotated[
-        str, typer.Option(help="use the rows of train, validation, test, or all of a file of your own")
-    ] = "test"
-    limit: Annotated[int | None, typer.Option(help="use only this many rows, spread over the split")] = None
-    prompt_template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="write prompts like this, with fields of a row as {name} (default: the field prompt)"
-        ),
-    ] = None
-    completion: Annotated[
-        str | None,
-        typer.Option(metavar="FIELD", help="the field of the completion, or of a list of them (default: completion)"),
-    ] = None
-    raw: options.Raw = False
-    metric: Annotated[
-        tuple[str, ...], typer.Option(help="score answers by exact_match, execution or rouge instead; repeatable")
-    ] = ()
-    examples: Annotated[int, typer.Option(help="show how this many of the answers were decoded")] = 1
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the tables and the examples as a web page")
-    ] = None
-    contenders: Contenders = field(default=Contenders())
-    files: Files = field(default=Files())
-
-    @property
-    def prompts(self) -> options.Prompts:
-        """The same as options of prompts."""
-        return options.Prompts(
-            task=(self.task,),
-            data=self.data,
-            split=self.split,
-            limit=self.limit,
-            prompt_template=self.prompt_template,
-            completion=self.completion,
-            raw=self.raw,
-        )
-
-    def application(self) -> Application:
-        """The task to measure. Raises InputError, FileError or CapabilityError."""
-        from anabranch.tasks import check_metrics
-
-        application = self.prompts.application(self.metric)
-        assert application is not None
-        check_metrics(application.task.metrics)
-        return application
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeConfig:
-    """The options of ``bench shape``."""
-
-    models: Annotated[
-        tuple[str, ...],
-        typer.Argument(
-            metavar="MODEL[@KIND] ...",
-            help="a size with random weights (135m, 7b, 13b or 33b), or a model to load (default, a folder, a .gguf "
-            "file or a hub id); @int8 or @int4 quantises its weights, 7b@Q4_K stores random ones as GGUF files do",
-            autocompletion=completion.one_of("135m", "7b", "13b", "33b", "default"),
-        ),
-    ]
-    width: Annotated[tuple[int, ...], typer.Option(metavar="N", help="verify N nodes in a step; repeatable")] = ()
-    batch: Annotated[tuple[int, ...], typer.Option(metavar="N", help="decode N rows at a time; repeatable")] = ()
-    context_tokens: Annotated[
-        tuple[int, ...], typer.Option("--context", metavar="N", help="hold N tokens in the KV cache; repeatable")
-    ] = ()
-    dtype: Annotated[str, LOADING["dtype"]] = "auto"
-    device: Annotated[str, LOADING["device"]] = "auto"
-    threads: Annotated[int | None, LOADING["threads"]] = None
-    repeats: Repeats = 1
-    out: Out = None
-    force: options.Force = False
-    as_json: options.AsJson = False
 
 
 @dataclass(frozen=True)
