@@ -22,7 +22,7 @@ PAGES = {"draft_model", "eagle", "hydra", "lookahead", "medusa", "ngram", "promp
 PAGES |= {"rest", "space", "staged", "streams", "suffix"}
 INTRODUCTION = """# Settings
 
-Made from the code by `python research/settings_page.py`; `anabranch train METHOD --help` lists those of trainings.
+Made from the code by `python research/settings_page.py`; `train METHOD --help` lists those of trainings.
 
 ## Drafters
 

@@ -270,6 +270,7 @@ def fitted(found: Fit) -> Fit:
 def test_the_result_comes_first_and_fits_60_columns(
     target: Target, fitted: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     faster = replace(fitted, choices={fitted.auto_spec: 2 * fitted.plain}, measured=fitted.plain)
     result = run_tune(faster, target, monkeypatch, "--dry")
     assert result.exit_code == 0, result.output
