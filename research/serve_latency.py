@@ -3,12 +3,12 @@
     python research/serve_latency.py overhead --data DIR --suite spec_bench:40 --out benchmarks/serve-overhead-...json
     python research/serve_latency.py behind --tokens 7000 --out benchmarks/serve-behind-...json
 
-overhead  The same greedy answers by ``model.chat_stream`` in this process and by a stream of ``anabranch serve``, one
-          client, prompt by prompt in turns, the API twice (``api`` and ``again``). Nothing is kept of earlier prompts.
+overhead  The same greedy answers of one model by ``model.chat_stream`` and by a stream of its server, prompt by prompt
+          in turns, the API twice (``api`` and ``again``). The server runs in this process, so that both decode with
+          the same weights in the same memory; its client is another process. Nothing is kept of earlier prompts.
 behind    A short prompt is sent while the server reads a long one, at a random moment, and by itself; nothing is kept.
 
-The server shares its cores with this process, which is idle while the server decodes. TTFT is the time in seconds from
-the call to the first text.
+The client shares the model's cores. TTFT is the time from the call to the first text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ import argparse
 import asyncio
 import http.client
 import json
+import multiprocessing
 import random
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 
 import anabranch
 from anabranch.api import Model
 from anabranch.errors import InputError
+from anabranch.serve.app import create_app
+from anabranch.serve.run import bound
+from anabranch.serve.settings import Settings
 from measured import result_options, write_measured
 from serve_load import CHAT, PATIENCE, Answer, answer_of, ask, body_of, prompts_of, quantiles, say, started
 
-PAUSE = 0.3  # seconds between two answers: threads of the other process may still spin
+PAUSE = 0.3  # seconds between two answers: threads of the last one may still spin
 SHORT = "Name three rivers."
 WORDS = "The river divides above the town, and its branches meet again below the mill. "  # of the long prompt
 
@@ -57,18 +65,34 @@ def by_api(model: Model, prompt: str, new: int) -> Answer:
     return answer
 
 
+@contextmanager
+def served(model: Model) -> Iterator[str]:
+    """Serve a model in a thread of this process; yields the address."""
+    with bound(Settings(port=0)) as listening:
+        listening.listen()  # connections wait for the thread
+        app = create_app(model, Settings(prefix_memory=0))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def overhead(args: argparse.Namespace, options: str) -> dict[str, Any]:
     """Measure both, prompt by prompt."""
     prompts = prompts_of(args)
-    with ExitStack() as stack:
-        model = stack.enter_context(anabranch.load(args.model))
-        model.keep_prefixes(memory=0)
-        url = stack.enter_context(started("server", options, args.model))
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)
-        stack.callback(connection.close)
+    spawning = multiprocessing.get_context("spawn")
+    with (
+        anabranch.load(args.model) as model,
+        served(model) as address,
+        ProcessPoolExecutor(1, mp_context=spawning) as client,
+    ):
         ways: dict[str, Callable[[str], Answer]] = {
             "api": lambda prompt: by_api(model, prompt, args.new),
-            "http": lambda prompt: by_http(connection, prompt, args.new),
+            "http": lambda prompt: client.submit(by_http, address, prompt, args.new).result(),
             "again": lambda prompt: by_api(model, prompt, args.new),
         }
         answers: dict[str, list[Answer]] = {way: [] for way in ways}
@@ -87,16 +111,31 @@ def overhead(args: argparse.Namespace, options: str) -> dict[str, Any]:
     return {way: compared(answers[way], answers["api"]) for way in ways}
 
 
-def by_http(connection: http.client.HTTPConnection, prompt: str, new: int) -> Answer:
-    """Stream one greedy answer from a server. Its events are read when they came and parsed in the end."""
-    body = body_of("claude-any", prompt, new)
-    began = time.perf_counter()
+@cache
+def connected(address: str) -> http.client.HTTPConnection:
+    """The connection of this process to a server."""
+    return http.client.HTTPConnection(address, timeout=PATIENCE)
+
+
+def by_http(address: str, prompt: str, new: int) -> Answer:
+    """Stream one greedy answer from a server. Its events are taken as they come and parsed in the end."""
+    connection, body = connected(address), body_of("claude-any", prompt, new)
+    pieces, began = list[tuple[float, bytes]](), time.perf_counter()
     connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
-    lines = [(time.perf_counter() - began, line) for line in response]
+    while piece := response.read1():
+        pieces.append((time.perf_counter() - began, piece))
     if response.status != 200:
-        return Answer(failed=f"status {response.status}: {b''.join(line for _, line in lines)[:200]!r}")
-    return answer_of((at, line.decode().rstrip()) for at, line in lines)
+        return Answer(failed=f"status {response.status}: {b''.join(piece for _, piece in pieces)[:200]!r}")
+    return answer_of(lines_of(pieces))
+
+
+def lines_of(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+    """The lines of a text that came in pieces, with the times of their ends."""
+    rest = b""
+    for at, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from ((at, line.decode()) for line in lines)
 
 
 def compared(answers: Sequence[Answer], base: Sequence[Answer]) -> dict[str, Any]:
