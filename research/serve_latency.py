@@ -71,7 +71,8 @@ def served(model: Model) -> Iterator[str]:
     with bound(Settings(port=0)) as listening:
         listening.listen()  # connections wait for the thread
         app = create_app(model, Settings(prefix_memory=0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+        kept = int(PATIENCE)  # the client's connection stays open while the API decodes
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_keep_alive=kept))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
         thread.start()
         try:

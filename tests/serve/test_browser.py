@@ -21,7 +21,6 @@ from served import SETTINGS, Gate, Server, running, serving, until
 
 from anabranch.analysis.trace import TraceWriter, read_trace
 from anabranch.api import Model
-from anabranch.serve import worker
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium")
@@ -165,8 +164,7 @@ def test_nothing_needs_a_mouse(server: Server, open_page: OpenPage) -> None:
     expect(page.locator("article").last).to_contain_text("Ended at 3 tokens")
 
 
-def test_what_was_pointed_at_stays_while_the_answer_grows(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "EVENT_SECONDS", 0.0)  # held passes are told of at once
+def test_what_was_pointed_at_stays_while_the_answer_grows(open_page: OpenPage) -> None:
     with running(eos=()) as server, Gate(server, passes=12) as gate:
         page = open_page(server)
         page.get_by_role("textbox", name="Message").fill("the thing")
@@ -201,8 +199,7 @@ def test_texts_of_the_model_are_never_markup(server: Server, open_page: OpenPage
     expect(page.get_by_role("alert")).to_contain_text("is not JSON")
 
 
-def test_stop_frees_the_row(open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "EVENT_SECONDS", 0.0)  # held passes are told of at once
+def test_stop_frees_the_row(open_page: OpenPage) -> None:
     with running(eos=()) as server, Gate(server, passes=12):
         page = open_page(server)
         page.get_by_role("textbox", name="Message").fill("the thing")

@@ -1,4 +1,4 @@
-"""When events of a stream are handed over: the first and the last at once, those between together."""
+"""Events of a stream: each step is told of at once, and what is ready together is sent together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from served import Gate, Server, until
 from test_openai import metrics
 
-from anabranch.serve import wire, worker
+from anabranch.serve import wire
 
 COMPLETIONS = "/v1/completions"
 ASKED: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "drafter": "none", "stream": True}
@@ -27,33 +27,11 @@ def texts(server: Server, prompt: str) -> Iterator[Iterator[str]]:
         yield (json.loads(each)["choices"][0]["text"] for each in data)
 
 
-@pytest.fixture(autouse=True)
-def _seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "EVENT_SECONDS", 1e9)
-
-
-def test_a_sequence_alone_has_its_first_and_last_events_at_once(server: Server) -> None:
-    whole, before = server.reference.generate("the thing", max_new_tokens=40, ignore_eos=True).text, metrics(server)
-    with Gate(server) as gate, texts(server, "the thing") as found:
-        until(lambda: server.service.worker.jobs)
-        (job,) = server.service.worker.jobs
-        while not job.tokens:
-            gate.let(1)
-            until(lambda: gate.held)
-        until(lambda: not server.service.worker._produced)  # without a further step
-        gate.let(9)
-        until(lambda: gate.held)
-        assert len(server.service.worker._produced) == 9
-        assert metrics(server)[GENERATED] == before.get(GENERATED, 0) + 10  # though nobody was told yet
-        gate.open()
-        assert "".join(found) == whole
-
-
-def test_sequences_that_decode_together_have_theirs_after_each_step(server: Server) -> None:
-    prompts = ("the thing", "a river")
+@pytest.mark.parametrize("prompts", [("the thing",), ("the thing", "a river")])
+def test_steps_are_told_of_at_once(server: Server, prompts: tuple[str, ...]) -> None:
     with Gate(server) as gate, ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(server.events, COMPLETIONS, **{**ASKED, "prompt": prompt}) for prompt in prompts]
-        until(lambda: len(server.service.worker.jobs) == 2)
+        until(lambda: len(server.service.worker.jobs) == len(prompts))
         gate.let(9)
         until(lambda: gate.held)
         assert server.service.worker._produced == []
@@ -61,6 +39,21 @@ def test_sequences_that_decode_together_have_theirs_after_each_step(server: Serv
         for prompt, each in zip(prompts, asked, strict=True):
             text = "".join(event["choices"][0]["text"] for _, event in each.result())
             assert text == server.reference.generate(prompt, max_new_tokens=40, ignore_eos=True).text
+
+
+def test_steps_are_counted_when_the_metrics_are_read(server: Server) -> None:
+    before = metrics(server)
+    with Gate(server) as gate, texts(server, "the thing") as found:
+        until(lambda: server.service.worker.jobs)
+        (job,) = server.service.worker.jobs
+        while not job.tokens:
+            gate.let(1)
+            until(lambda: gate.held)
+        gate.let(9)
+        until(lambda: gate.held)
+        assert metrics(server)[GENERATED] == before.get(GENERATED, 0) + 10
+        gate.open()
+        assert "".join(found) == server.reference.generate("the thing", max_new_tokens=40, ignore_eos=True).text
 
 
 @pytest.mark.parametrize("most", [1, 2, 64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import anthropic
@@ -39,6 +40,19 @@ def test_their_client_gets_the_text_of_chat(server: Server) -> None:
     assert usage.output_tokens == len(expected.token_ids)
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 12)
     assert counted.input_tokens == len(expected.prompt_ids)
+
+
+def test_their_asynchronous_client(server: Server) -> None:
+    async def streamed(theirs: anthropic.AsyncAnthropic) -> str:
+        asked: dict[str, Any] = {"model": "claude-any", "messages": TALK, "extra_body": GREEDY}
+        async with theirs.messages.stream(**asked, max_tokens=12) as stream:
+            return "".join([text async for text in stream.text_stream])
+
+    async def together() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="any", max_retries=0) as theirs:
+            return list(await asyncio.gather(*(streamed(theirs) for _ in range(3))))
+
+    assert asyncio.run(together()) == [server.reference.chat(TALK, max_new_tokens=12).text] * 3
 
 
 def test_stop_sequences(server: Server) -> None:

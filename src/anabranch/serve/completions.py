@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request
 from pydantic import Field
 from sse_starlette.event import ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from anabranch.decoding.generation import Generation
@@ -21,7 +20,7 @@ from anabranch.serve.fields import NEUTRAL, Items, Sampling
 from anabranch.serve.jobs import ScoreJob
 from anabranch.serve.service import Call, Service
 from anabranch.serve.usage import completion_log_probs, scored, speculation, usage
-from anabranch.serve.wire import Json, encoded, event_stream, whole
+from anabranch.serve.wire import Json, begun, encoded, event_stream, whole
 from anabranch.serve.worker import Answer
 
 __all__ = ["router"]
@@ -46,9 +45,7 @@ class CompletionBody(Sampling):
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue prompts."""
     service: Service = request.app.state.service
-    call = await run_in_threadpool(_call, service, body)
-    request.state.call = call
-    answer = service.begin(call, request.state.key)
+    call, answer = await begun(request, lambda: _call(service, body))
     written = _Written(service, body, call)
     if body.stream:
         return event_stream(written.stream(answer), answer, service, call.headers)

@@ -21,7 +21,7 @@ from anabranch.serve.service import Call, Service
 from anabranch.serve.turns import Turn
 from anabranch.serve.worker import Answer
 
-__all__ = ["Json", "Written", "answered", "encoded", "event_stream", "whole"]
+__all__ = ["Json", "Written", "answered", "begun", "encoded", "event_stream", "whole"]
 
 JOINED = 64  # events at most: after a pause of its client an answer has many, and others are to have their turn
 
@@ -64,14 +64,25 @@ async def answered(
     """Answer the conversation of a request's body. Raises what ``prepare`` and decoding raise."""
     service: Service = request.app.state.service
     turn = body.turn()
-    call = await run_in_threadpool(prepare, service, body, turn)
-    request.state.call = call
-    answer = service.begin(call, request.state.key)
+    call, answer = await begun(request, lambda: prepare(service, body, turn))
     written = write(service, body, turn, call)
     if body.stream:
         return event_stream(written.stream(answer), answer, service, call.headers)
     results, _ = await whole(request, answer)
     return Json(written.whole(results), headers=call.headers)
+
+
+async def begun(request: Request, prepare: Callable[[], Call]) -> tuple[Call, Answer]:
+    """Prepare a call and queue it, both in one thread of the pool: decoding does not wait for the event loop's turn.
+
+    Raises what ``prepare`` and ``Service.begin`` raise.
+    """
+
+    def begin() -> tuple[Call, Answer]:
+        request.state.call = call = prepare()
+        return call, request.app.state.service.begin(call, request.state.key)
+
+    return await run_in_threadpool(begin)
 
 
 def event_stream(

@@ -3,9 +3,6 @@
 Handlers put an answer in and read its events; nothing of asyncio reaches the model, and nothing of the model waits for
 a client. An answer has at most one event a step, and no more steps than tokens, so a client that reads slowly holds
 these and nothing else.
-
-Waking the event loop takes time of a core and the interpreter's lock from decoding. So the first event of a sequence
-and its last are handed over at once; those between, while it decodes alone, at most every ``EVENT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -32,9 +29,6 @@ from anabranch.support.log import LOGGER
 __all__ = ["Answer", "Worker"]
 
 STOPPED = "the server is shutting down"
-# The way of an event to its client takes 0.3 ms of the event loop's thread, since decoding empties the caches. What
-# this saves is within the noise of one client's speed (docs/log.md).
-EVENT_SECONDS = 0.01
 
 
 @dataclass(eq=False)
@@ -88,14 +82,14 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="anabranch-serve", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Answer | None]] = queue.SimpleQueue()
-        self._size = 0  # sequences that were put in and have not ended, counted by the event loop
+        self._size = 0  # sequences that were put in and have not ended
+        self._counting = threading.Lock()  # held where it changes
         # of the thread
         self._decoding: dict[Job, tuple[Answer, int]] = {}
         self._scoring: deque[tuple[Answer, int, ScoreJob]] = deque()
         self._produced: list[tuple[Answer, Event]] = []
-        self._due = 0.0  # the time from which they are handed over
 
-    # -- in the event loop -------------------------------------------------------------------------------
+    # -- in the event loop; ``put`` in any thread --------------------------------------------------------
     def start(self) -> None:
         """Start the thread; events go to the running event loop."""
         self._loop = asyncio.get_running_loop()
@@ -124,10 +118,11 @@ class Worker:
             raise RequestError(
                 400, f"the request has {len(parts)} sequences, but the server takes {self.room}; send fewer"
             )
-        if self._size + len(parts) > self.room:
-            self._metrics.refused.inc()
-            raise RequestError(503, f"{self._size} sequences decode or wait already; try again later", retry=1)
-        self._size += len(parts)
+        with self._counting:
+            if self._size + len(parts) > self.room:
+                self._metrics.refused.inc()
+                raise RequestError(503, f"{self._size} sequences decode or wait already; try again later", retry=1)
+            self._size += len(parts)
         answer = Answer(self, parts, deadline, key)
         self._inbox.put(("put", answer))
         return answer
@@ -137,8 +132,9 @@ class Worker:
         self._inbox.put(("cancel", answer))
 
     def _deliver(self, produced: list[tuple[Answer, Event]]) -> None:
+        with self._counting:
+            self._size -= sum(event.last for _, event in produced)
         for answer, event in produced:
-            self._size -= event.last
             answer.events.put_nowait(event)
 
     # -- in the thread -----------------------------------------------------------------------------------
@@ -217,8 +213,7 @@ class Worker:
             self._drop(
                 answer, RequestError(504, "the request took longer than the server allows; ask for fewer tokens")
             )
-        if len(self._decoding) != 1 or now >= self._due:
-            self._flush()
+        self._flush()
 
     def _collect(self, job: Job, answer: Answer, part: int) -> None:
         """Produce the events of the steps that a sequence took."""
@@ -229,9 +224,7 @@ class Worker:
         try:
             for step in self.model.scheduler.ready(job.ticket):
                 chunk, now, before = job.output.add(step), time.monotonic(), job.last
-                if job.first is None:
-                    job.first, self._due = now, 0.0
-                job.last = now
+                job.first, job.last = job.first or now, now
                 self._metrics.step(job, chunk, None if before is None else now - before)
                 self._produced.append((answer, Event(part, chunk)))
                 if chunk.result is not None:
@@ -245,7 +238,6 @@ class Worker:
         assert job.ticket is not None
         self.model.scheduler.cancel(job.ticket)  # at a stop string the target would continue
         del self._decoding[job]
-        self._due = 0.0
         job.reason = reason
         self._metrics.ended(job, reason, None if chunk is None else chunk.result)
 
@@ -260,7 +252,6 @@ class Worker:
             event = Event(part, error=error)
         self._scoring.popleft()
         self._produced.append((answer, event))
-        self._due = 0.0
 
     def _end_all(self, error: BaseException) -> None:
         """End everything that was put in, with an error."""
@@ -276,4 +267,4 @@ class Worker:
     def _flush(self) -> None:
         if self._produced and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, self._produced)
-        self._produced, self._due = [], time.monotonic() + EVENT_SECONDS
+        self._produced = []
