@@ -12,11 +12,9 @@ store of earlier outputs, which would have the transcripts of the rounds before.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,10 +36,10 @@ from anabranch.model.load import base_name
 from anabranch.speech.audio import RATE, Samples, log_mel, read_audio, window
 from anabranch.speech.vocabulary import Vocabulary
 from anabranch.support.files import shown_command, write_atomically
+from spoken import speak
 
 Run = Callable[[Sequence[Samples]], tuple[list[str], dict[str, Any]]]
 WINDOW = 3000  # frames
-WORDS = 60  # of a text that is spoken: about 25 s
 
 
 @dataclass
@@ -153,18 +151,6 @@ def transformers(loaded: Any, tokenizer: Any, vocabulary: Vocabulary, name: str,
     return Contender(f"transformers {name}", run)
 
 
-def spoken(path: Path, folder: Path, lines: int) -> tuple[list[Samples], list[str]]:
-    """The beginnings of the first rows of a data set, spoken by espeak-ng, and their texts."""
-    with gzip.open(path, "rt", encoding="utf-8") as rows:
-        texts = [" ".join(json.loads(row)["text"].split()[:WORDS]) for row, _ in zip(rows, range(lines), strict=False)]
-    sounds = []
-    for number, text in enumerate(texts):
-        file = folder / f"{number}.wav"
-        subprocess.run(["espeak-ng", "-s", "150", "-w", str(file), "--", text], check=True)
-        sounds.append(read_audio(file))
-    return sounds, texts
-
-
 def word_errors(reference: str, text: str) -> tuple[int, int]:
     """Insertions, deletions and substitutions of words from the reference to a text, and the words of the reference."""
     wanted, found = (re.sub(r"[^\w\s']", " ", each.lower()).split() for each in (reference, text))
@@ -243,6 +229,7 @@ def main() -> None:
     parser.add_argument("--sounds", type=Path, nargs="*", default=[])
     parser.add_argument("--text", type=Path, help="texts for espeak-ng: a .jsonl.gz file with a field text")
     parser.add_argument("--lines", type=int, default=8, help="rows of the texts (default 8)")
+    parser.add_argument("--adapter", type=Path, action="append", help="load this adapter; repeatable")
     parser.add_argument("--drafters", nargs="*", default=["prompt_lookup", "suffix:store=0", "auto"])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--dtype", default="auto")
@@ -255,11 +242,14 @@ def main() -> None:
     references: list[str | None] = [None] * len(sounds)
     if given.text is not None:
         with tempfile.TemporaryDirectory() as folder:
-            said, texts = spoken(given.text, Path(folder), given.lines)
-        sounds, references = sounds + said, [*references, *texts]
+            said = speak(given.text, Path(folder), given.lines)
+            sounds += [read_audio(path) for path, _ in said]
+        references += [text for _, text in said]
     if not sounds:
         parser.error("give --sounds or --text")
-    model = anabranch.load(given.model, drafter="none", dtype=given.dtype, quantize=given.quantize)
+    model = anabranch.load(
+        given.model, drafter="none", dtype=given.dtype, quantize=given.quantize, adapter=given.adapter
+    )
     vocabulary = Vocabulary.of(model.tokenizer, model.target.config.vocab_size)
     contenders = [ours(model, drafter, rows) for rows in given.rows for drafter in ("none", *given.drafters)]
     if not given.no_peers:

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from anabranch.model.encoder import Source
 
 __all__ = ["Batch", "Example"]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its completion; ``id`` is unique in its file, or empty."""
+    """A prompt and its completion; ``id`` is unique in its file, or empty.
+
+    source   name of the data
+    encoded  what an encoder-decoder target reads; its prompt is what the decoder begins with
+    """
 
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     source: str = ""
     id: int | str = field(default="", compare=False)
+    encoded: Source | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
+
+    @cached_property
+    def question(self) -> tuple[int, ...]:
+        """The identity of what the completion answers: the prompt, and for an encoder-decoder target the source."""
+        return self.prompt_ids if self.encoded is None else (*self.prompt_ids, -1, *self.encoded.identity)
 
     @property
     def name(self) -> str:
@@ -34,7 +47,7 @@ class Batch:
     """Padded examples: tokens [B, T], lengths [B], and the position of each row's last prompt token [B].
 
     Training starts at that last prompt token. ``names`` are the examples' sources and ids, for messages. ``whole_BT``
-    are the tokens of the batch that this one was split from.
+    are the tokens of the batch that this one was split from. ``encoded`` are the sources of an encoder-decoder target.
     """
 
     tokens_BT: Tensor
@@ -42,6 +55,7 @@ class Batch:
     starts_B: Tensor
     names: tuple[str, ...] = ()
     whole_BT: Tensor | None = None
+    encoded: tuple[Source | None, ...] = ()
 
     @staticmethod
     def of(examples: Sequence[Example]) -> Batch:
@@ -55,6 +69,7 @@ class Batch:
             torch.tensor([len(example) for example in examples]),
             torch.tensor([len(example.prompt_ids) - 1 for example in examples]),
             tuple(example.name for example in examples),
+            encoded=tuple(example.encoded for example in examples),
         )
 
     @property
@@ -79,5 +94,6 @@ class Batch:
             rows = slice(first, None, parts)
             lengths_B = self.lengths_B[rows]
             tokens_BT = self.tokens_BT[rows, : int(lengths_B.max())]
-            batches.append(Batch(tokens_BT, lengths_B, self.starts_B[rows], self.names[rows], self.scored_BT))
+            names, encoded = self.names[rows], self.encoded[rows]
+            batches.append(Batch(tokens_BT, lengths_B, self.starts_B[rows], names, self.scored_BT, encoded))
         return batches

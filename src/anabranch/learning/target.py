@@ -30,11 +30,13 @@ class TargetStates:
     hidden_BTD   after the last norm
     taps         main rows before the layers that were named, each [B, T, D]
     keys_values  of the layers that were named, each [B, K, T, E]
+    encoded      the encoder's output for each row [S, D], beside keys and values of an encoder-decoder target
     """
 
     hidden_BTD: Tensor
     taps: Mapping[int, Tensor]
     keys_values: Sequence[tuple[Tensor, Tensor]]
+    encoded: Sequence[Tensor] = ()
 
 
 # (batch, taps=layers before which main rows are returned, keys_from=first layer whose keys and values are; None: none)
@@ -64,9 +66,13 @@ def run_frozen(
     rows, width = batch.tokens_BT.shape
     runner = target if frozen is None else frozen
     cache = Cache(target.config, rows=rows, capacity=width, dtype=runner.dtype, device=target.device)
-    for prompt, length in zip((batch.starts_B + 1).tolist(), batch.lengths_B.tolist(), strict=True):
-        cache.add_row(target.rope().prompt(prompt, length))  # rotated as it will be decoded
     with runner.decoding():
+        encoded = _encoded(runner, batch)
+        for row, (prompt, length) in enumerate(
+            zip((batch.starts_B + 1).tolist(), batch.lengths_B.tolist(), strict=True)
+        ):
+            memory = runner.memory(encoded[row]) if encoded else None
+            cache.add_row(target.rope().prompt(prompt, length), memory)  # rotated as it will be decoded
         result = runner(_inputs(batch, ragged=runner.ragged), cache, taps=taps, need="hidden")
 
     def by_row(x_MD: Tensor) -> Tensor:
@@ -77,7 +83,21 @@ def run_frozen(
     if keys_from is not None:  # copies, so that the cache of the lower layers is freed
         keys, values = (part[keys_from:].to(target.dtype, copy=True) for part in (cache.keys, cache.values))
         pairs = list(zip(keys, values, strict=True))
-    return TargetStates(by_row(result.hidden_MD), {layer: by_row(result.taps[layer]) for layer in taps}, pairs)
+        encoded = [states.to(target.dtype) for states in encoded]
+    taps_BTD = {layer: by_row(result.taps[layer]) for layer in taps}
+    return TargetStates(by_row(result.hidden_MD), taps_BTD, pairs, encoded if pairs else ())
+
+
+def _encoded(runner: Decoder, batch: Batch) -> list[Tensor]:
+    """The encoder's output for each row [S, D]; empty for a decoder-only target. Raises InputError for a bad source."""
+    if runner.encoder is None:
+        return []
+    sources = []
+    for source in batch.encoded:
+        runner.encoder.check(source)
+        assert source is not None, "checked"
+        sources.append(runner.backend.encoded(runner, source))
+    return sources
 
 
 def _inputs(batch: Batch, *, ragged: bool) -> Inputs:

@@ -170,7 +170,9 @@ def _paired(each: Spec, target: Decoder, modules: Sequence[nn.Module | None], re
         Part(method, method.settings.in_auto())
         for method in registry
         for part in each.parts
-        if part.method.name in method.pairs and method.pays(target, part.settings, module_of(part.method, modules))
+        if (method.with_source or target.encoder is None)
+        and part.method.name in method.pairs
+        and method.pays(target, part.settings, module_of(part.method, modules))
     ]
     return Spec((*each.parts, *more))
 
@@ -206,14 +208,15 @@ def _single(unit: Spec, target: Decoder, modules: Sequence[nn.Module | None], sh
     """The drafter of a part, or of two that are paired."""
     part, *before = unit.parts
     module = module_of(part.method, modules)
+    for each in unit.parts if target.encoder is not None else ():
+        if not each.method.with_source:
+            raise CapabilityError(
+                f"the drafter {each.method.name!r} does not draft for encoder-decoder models; use streams, draft_model, "
+                "prompt_lookup, suffix, ngram or lookahead"
+            )
     if before:
         build_pair = before[0].method.pairs[part.method.name]
         return build_pair(target, before[0].settings, part.settings, module)
-    if target.encoder is not None and not part.method.with_source:
-        raise CapabilityError(
-            f"the drafter {part.method.name!r} does not draft for encoder-decoder models; use draft_model, "
-            "prompt_lookup, suffix, ngram or lookahead"
-        )
     drafter = shared.get(part) or part.method.build(target, part.settings, module)
     if module is None:
         shared[part] = drafter

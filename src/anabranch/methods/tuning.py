@@ -317,7 +317,9 @@ def check_weights(target: Decoder) -> None:
     block = target.blocks[0]
     assert isinstance(block, Block)
     if target.config != target.config.dense():
-        raise CapabilityError(f"{target.config.family} models cannot be tuned; use a model without experts")
+        raise CapabilityError(
+            f"{target.config.family} models cannot be tuned; use a decoder-only model without experts"
+        )
     if not isinstance(block.qkv, nn.Linear | Nf4Linear | Int8Linear):
         raise CapabilityError("a quantised target cannot be tuned; load it with quantize='none'")
 

@@ -131,12 +131,15 @@ class Block(nn.Module):
         self.norm_after_attention = Norm(config) if config.post_norms else None
         self.norm_after_mlp = Norm(config) if config.post_norms else None
 
-    def linears(self) -> tuple[tuple[nn.Module, str], ...]:
-        """The linear layers as (parent module, attribute name), for replacing them."""
+    def linears(self, *, across: bool = True) -> tuple[tuple[nn.Module, str], ...]:
+        """The linear layers as (parent module, attribute name), for replacing them.
+
+        across  with those of the attention to a source
+        """
         parts = self.mlp.experts if isinstance(self.mlp, Experts) else (self.mlp,)
         gate = () if self.gate is None else ((self, "gate"),)
         mixes = ((self, "qkv"), (self, "out"), *gate) if self.mixer is None else self.mixer.linears()
-        cross = () if self.cross is None else tuple((self.cross, name) for name in ("q", "kv", "out"))
+        cross = tuple((self.cross, name) for name in ("q", "kv", "out")) if self.cross is not None and across else ()
         return *mixes, *cross, *((part, name) for part in parts for name in ("up", "down"))
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

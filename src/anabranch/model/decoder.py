@@ -53,11 +53,14 @@ class Decoder(Network):
         """The keys and values of a source, which was checked; computed once, and kept while the object is in use."""
         memory = self._memories.get(source)
         if memory is None:
-            assert self.encoder is not None
-            states = self.backend.encoded(self, source)
-            pairs: Any = [block.cross.memory(states) for block in self.blocks]  # type: ignore[union-attr, operator]
-            self._memories[source] = memory = Memory(*map(torch.stack, zip(*pairs, strict=True)))
+            self._memories[source] = memory = self.memory(self.backend.encoded(self, source))
         return memory
+
+    def memory(self, states_SD: Tensor, first: int = 0) -> Memory:
+        """The keys and values of the encoder's output in the decoder's layers from ``first`` on."""
+        blocks: Any = self.blocks[first:]
+        pairs = [block.cross.memory(states_SD) for block in blocks]
+        return Memory(*map(torch.stack, zip(*pairs, strict=True)))
 
     def source_size(self, source: Source | None) -> int:
         """The positions that the encoder reads of a request's source."""

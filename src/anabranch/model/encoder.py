@@ -1,12 +1,15 @@
 """The encoder of an encoder-decoder model: it reads a source once, and each layer of the decoder attends to its output.
 
-S positions of a source, C channels and T frames of features, D model width, K kv heads, E head width.
+B rows of the batch, N nodes, S positions of a source, C channels and T frames of features, D model width, H query heads,
+K kv heads, E head width.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ from anabranch.model.config import EncoderConfig, ModelConfig
 from anabranch.model.layers import Layers
 from anabranch.model.relative import relative_bias
 
-__all__ = ["Encoder", "Memory", "Source", "begun"]
+__all__ = ["Encoder", "Memory", "Source", "begun", "recalled"]
 
 STRIDE = 2  # frames of features a position
 
@@ -35,6 +38,18 @@ class Source:
     tokens: Sequence[int] = ()
     features: Tensor | None = None
 
+    @property
+    def positions(self) -> int:
+        """The length of the encoder's output."""
+        return len(self.tokens) if self.features is None else self.features.shape[1] // STRIDE
+
+    @cached_property
+    def identity(self) -> tuple[int, ...]:
+        """Numbers that differ where sources do: the tokens, and a checksum of the features."""
+        if self.features is None:
+            return tuple(self.tokens)
+        return (*self.tokens, zlib.crc32(self.features.cpu().contiguous().numpy()))
+
 
 def begun(config: ModelConfig, prompt: Sequence[int]) -> tuple[list[int], Source | None]:
     """The tokens that a text begins with, and its source, for the tokens that a user gives."""
@@ -46,6 +61,20 @@ class Memory(NamedTuple):
 
     keys: Tensor
     values: Tensor
+
+    def above(self, layer: int) -> Memory:
+        """The keys and values of the layers from ``layer`` on."""
+        return Memory(self.keys[layer:], self.values[layer:])
+
+
+def recalled(config: ModelConfig, memories: Sequence[Memory | None], layer: int, q_BNHE: Tensor) -> Tensor:
+    """Attention of rows to the sources of their texts [B, N, H E], each of a length of its own; ``layer`` of memories."""
+    found = []
+    for b, memory in enumerate(memories):
+        assert memory is not None, "a row of an encoder-decoder model has a source"
+        keys, values = memory.keys[layer][None], memory.values[layer][None]
+        found.append(attention(config, q_BNHE[b : b + 1], keys, values, None))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Encoder(Layers):

@@ -21,6 +21,7 @@ from anabranch.model.blocks import Block, RowSide, attention
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.device.layers import attend, trusted
+from anabranch.model.encoder import recalled
 from anabranch.model.inputs import Inputs, Nodes, starts_of
 from anabranch.model.recurrent import Ancestry, DeltaNet
 from anabranch.model.relative import relative_bias
@@ -169,13 +170,8 @@ class Pass:
         return attention(self.config, q, keys, values, self.bias(layer), sinks_H)
 
     def recall(self, layer: int, q_BNHE: Tensor) -> Tensor:
-        """Attention of the main rows to the sources of their texts [B, N, H E], each of a length of its own."""
-        parts = []
-        for b, memory in enumerate(self.cache.memories[self.slots]):
-            assert memory is not None, "a row of an encoder-decoder model has a source"
-            keys, values = memory.keys[layer][None], memory.values[layer][None]
-            parts.append(attention(self.config, q_BNHE[b : b + 1], keys, values, None))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """Attention of the main rows to the sources of their texts [B, N, H E]."""
+        return recalled(self.config, self.cache.memories[self.slots], layer, q_BNHE)
 
     def recur(self, layer: int, mixer: DeltaNet, inputs_BNC: Tensor, rates: tuple[Tensor, Tensor]) -> Tensor:
         """The outputs [B, N, H, Ev] of a layer with a recurrent state (``recurrent.States.advance``)."""

@@ -175,7 +175,8 @@ def digest(examples: Iterable[Example]) -> str:
     """The identity of an ordered training set: a SHA-256 in hex."""
     seen = hashlib.sha256()
     for example in examples:
-        seen.update(np.array([len(example.prompt_ids), *example.prompt_ids, *example.answer_ids, -1]).tobytes())
+        asked = example.question
+        seen.update(np.array([len(asked), *asked, *example.answer_ids, -1]).tobytes())
     return seen.hexdigest()
 
 
@@ -188,14 +189,14 @@ def split(examples: Sequence[Example], held_out: int, seed: int = 0) -> tuple[li
         raise InputError(f"held_out must be at least 0, got {held_out}")
     if held_out >= len(examples):
         raise InputError(f"held_out must be less than the number of examples, {len(examples)}, got {held_out}")
-    order = sorted(examples, key=lambda example: _lot(example.prompt_ids, seed))
+    order = sorted(examples, key=lambda example: _lot(example.question, seed))
     evaluation = order[:held_out]
-    prompts = {example.prompt_ids for example in evaluation}
-    return [example for example in order[held_out:] if example.prompt_ids not in prompts], evaluation
+    prompts = {example.question for example in evaluation}
+    return [example for example in order[held_out:] if example.question not in prompts], evaluation
 
 
-def _lot(prompt_ids: tuple[int, ...], seed: int) -> bytes:
-    return hashlib.sha256(np.array([seed, *prompt_ids]).tobytes()).digest()
+def _lot(question: tuple[int, ...], seed: int) -> bytes:
+    return hashlib.sha256(np.array([seed, *question]).tobytes()).digest()
 
 
 def frequent_tokens(examples: Iterable[Example], size: int, vocab_size: int, always: Iterable[int] = ()) -> Tensor:

@@ -122,8 +122,8 @@ def fit(
     check_logs(logs)
     _check_lengths(target, (*examples, *(validation or ()), *own))
     keep_memory()
-    reserved = {example.prompt_ids for example in own}
-    training, held_out = divided([e for e in examples if e.prompt_ids not in reserved], validation, recipe)
+    reserved = {example.question for example in own}
+    training, held_out = divided([e for e in examples if e.question not in reserved], validation, recipe)
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
     module, begun = subject.make(training)
     stored, sharding = read_checkpoint(run) if resume else None, options.get("shard_target", False)

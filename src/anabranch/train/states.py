@@ -53,8 +53,11 @@ ALIGNED = 64
 class _Layout:
     """The states of an example of T tokens: the target's rows [n, D], then keys and values of layers [K, T, E].
 
+    Beside keys and values, an encoder-decoder target has the encoder's output [S, D'].
+
     hidden   rows of width D: after the last norm, and before each tapped layer
     pairs    layers whose keys and values are kept
+    encoder  the width of the encoder's output; 0: there is none
     started  rows begin at the last prompt token
     """
 
@@ -63,20 +66,25 @@ class _Layout:
     pairs: int
     heads: int
     head_width: int
+    encoder: int
     started: bool
     dtype: torch.dtype
 
     def shapes(self, example: Example) -> list[tuple[int, ...]]:
         """The shapes of an example's tensors."""
         rows = len(example) - (len(example.prompt_ids) - 1 if self.started else 0)
-        return [(rows, self.width)] * self.hidden + [(self.heads, len(example), self.head_width)] * (2 * self.pairs)
+        pairs: list[tuple[int, ...]] = [(self.heads, len(example), self.head_width)] * (2 * self.pairs)
+        assert example.encoded is not None or not self.encoder, "a pass has read the sources"
+        sources = [] if example.encoded is None or not self.encoder else [(example.encoded.positions, self.encoder)]
+        return [(rows, self.width)] * self.hidden + pairs + sources
 
     def split(self, states: TargetStates, batch: Batch, row: int) -> list[Tensor]:
         """The tensors of a row of a batch."""
         length, first = int(batch.lengths_B[row]), int(batch.starts_B[row]) if self.started else 0
         hidden = [states.hidden_BTD, *states.taps.values()]
         pairs = [part for pair in states.keys_values for part in pair]
-        return [x[row, first:length] for x in hidden] + [x[row, :, :length] for x in pairs]
+        sources = [states.encoded[row]] if self.encoder else []
+        return [x[row, first:length] for x in hidden] + [x[row, :, :length] for x in pairs] + sources
 
     def joined(self, rows: Sequence[Sequence[Tensor]], batch: Batch, taps: Sequence[int]) -> TargetStates:
         """The states of a batch; they are zero where there are none."""
@@ -85,7 +93,7 @@ class _Layout:
         whole = [torch.zeros(shape, dtype=self.dtype, device=device) for shape in shapes]
         for row, parts in enumerate(rows):
             length, first = int(batch.lengths_B[row]), int(batch.starts_B[row]) if self.started else 0
-            for n, (x, part) in enumerate(zip(whole, parts, strict=True)):
+            for n, (x, part) in enumerate(zip(whole, parts[: len(whole)], strict=True)):
                 if n < self.hidden:
                     x[row, first:length] = part
                 else:
@@ -95,6 +103,7 @@ class _Layout:
             hidden[0],
             dict(zip(taps, hidden[1:], strict=True)),
             list(zip(pairs[::2], pairs[1::2], strict=True)),
+            [parts[-1] for parts in rows] if self.encoder else (),
         )
 
 
@@ -216,7 +225,7 @@ class KeptStates:
     ) -> None:
         self._path, self._target, self._examples, self._form = folder / NAME, target, examples, form
         self._identity, self._say = identity, say
-        self._numbers = {_name(example.prompt_ids, example.answer_ids): n for n, example in enumerate(examples)}
+        self._numbers = {_name(example): n for n, example in enumerate(examples)}
         self._store: _Store | None = None
         self._layout: _Layout | None = None
 
@@ -248,7 +257,8 @@ class KeptStates:
         numbers = []
         for row, (length, start) in enumerate(zip(batch.lengths_B.tolist(), batch.starts_B.tolist(), strict=True)):
             ids = batch.tokens_BT[row, :length].tolist()
-            number = self._numbers.get(_name(ids[: start + 1], ids[start + 1 :]))
+            source = batch.encoded[row] if batch.encoded else None
+            number = self._numbers.get(_name(Example(tuple(ids[: start + 1]), tuple(ids[start + 1 :]), encoded=source)))
             if number is None:
                 return None
             numbers.append(number)
@@ -257,9 +267,9 @@ class KeptStates:
     def _opened(self, taps: Sequence[int], keys_from: int | None, *, started: bool) -> tuple[_Store, _Layout]:
         config, dtype = self._target.config, self._target.dtype
         pairs = 0 if keys_from is None else config.num_layers - keys_from
-        layout = _Layout(
-            *(1 + len(taps), config.hidden_size, pairs, config.num_kv_heads, config.head_dim), started, dtype
-        )
+        encoder = 0 if config.encoder is None or not pairs else config.encoder.layers.hidden_size
+        shape = 1 + len(taps), config.hidden_size, pairs, config.num_kv_heads, config.head_dim, encoder
+        layout = _Layout(*shape, started, dtype)
         if self._store is None:
             self._layout = layout
             if self._target.device.type == "cpu":
@@ -278,9 +288,10 @@ class KeptStates:
             self._path.unlink(missing_ok=True)
 
 
-def _name(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> bytes:
+def _name(example: Example) -> bytes:
     """The identity of an example."""
-    return hashlib.sha256(np.array([len(prompt_ids), *prompt_ids, *answer_ids]).tobytes()).digest()
+    asked = example.question
+    return hashlib.sha256(np.array([len(asked), *asked, *example.answer_ids]).tobytes()).digest()
 
 
 def _aligned(size: int) -> int:

@@ -72,7 +72,7 @@ class StreamLayer(nn.Module):
         What rounding changes is added to the layer's own weights, so that gradients pass it by (straight through).
         """
         self._rounded.clear()
-        for module, name in block.linears() if on else ():
+        for module, name in block.linears(across=False) if on else ():
             linear, delta = getattr(module, name), self.delta(name)
             if not isinstance(linear, nn.Linear) or type(linear.weight) is not nn.Parameter:  # FSDP shards it otherwise
                 raise CapabilityError(
@@ -91,7 +91,7 @@ class StreamLayer(nn.Module):
         """
         if self.merged:
             return  # merged already for another drafter
-        for module, name in block.linears():
+        for module, name in block.linears(across=False):
             delta, linear = self.delta(name), getattr(module, name)
             if delta is not None and isinstance(linear, PackedLinear | NativeLinear):
                 weight = linear.dense()
@@ -224,7 +224,7 @@ class StreamModule(TrainedModule):
 
     def __init__(self, model: ModelConfig, config: StreamConfig, vocabulary: Tensor | None = None) -> None:
         super().__init__()
-        if model != model.dense():
+        if replace(model, encoder=None) != model.dense():
             raise CapabilityError(
                 f"{self.predictor}s need layers of attention and an MLP, and those of {model.family} models differ; "
                 "use another drafter, such as prompt_lookup, ngram or draft_model"

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.blocks import attention
 from anabranch.model.config import ModelConfig
+from anabranch.model.relative import relative_bias
 
 __all__ = [
+    "distance_bias",
     "main_attention",
     "row_attention",
     "row_mask",
@@ -108,6 +110,24 @@ def stream_bias(model: ModelConfig, config: StreamConfig, visible_BNL: Tensor, d
     return bias[:, None].repeat(1, 1, model.num_heads // model.num_kv_heads, 1)
 
 
+def distance_bias(
+    table: nn.Module | None, model: ModelConfig, streams: int, positions_BN: Tensor, length: int
+) -> Tensor | None:
+    """The bias of trailing streams by distance [B, K, G, N, S, L + S]; None for a target without such biases.
+
+    Keys are those of the text, at ``length`` positions from 0 on, and the streams of the node itself. ``positions_BN``
+    are those of the nodes.
+    """
+    if table is None or model.relative is None:
+        return None
+    (b, n), kv = positions_BN.shape, model.num_kv_heads
+    own_BNS = stream_positions(positions_BN, streams).view(b, n, streams)
+    keys = torch.arange(length, device=positions_BN.device).expand(b, n, -1)
+    keys_MX = torch.cat((keys, own_BNS), dim=-1).flatten(0, 1)
+    bias_MHSX = relative_bias(table, model.relative, own_BNS.flatten(0, 1), keys_MX)
+    return bias_MHSX.view(b, n, kv, -1, *bias_MHSX.shape[2:]).permute(0, 2, 3, 1, 4, 5)
+
+
 def stream_attention(
     model: ModelConfig,
     config: StreamConfig,
@@ -117,12 +137,14 @@ def stream_attention(
     visible_BNL: Tensor,
     main_q_BNHE: Tensor | None = None,
     bias: Tensor | None = None,
+    distances: Tensor | None = None,
 ) -> Tensor:
     """Attention of stream rows: q [B, N S, H, E], k and v [B, N S, K, E]; returns [B, N S, H E].
 
     ``keys_BKLE`` and ``values_BKLE`` are those of the main stream, including this step's nodes; ``visible_BNL`` is the
     mask of what each node attends to. ``main_q_BNHE`` are the main rows' queries, needed if ``config.context_top``.
-    With ``bias`` from ``stream_bias``, the same is computed in one fused call.
+    With ``bias`` from ``stream_bias``, the same is computed in one fused call. ``distances`` are those of
+    ``distance_bias``, without ``bias`` and ``context_top``.
     """
     q, k, v = qkv
     b, rows, h, e = q.shape
@@ -162,6 +184,7 @@ def stream_attention(
     scores = torch.cat((main, own), dim=-1)
     if model.attention_softcap is not None:
         scores = torch.tanh(scores / model.attention_softcap) * model.attention_softcap
+    scores = scores if distances is None else scores + distances
     # one additive mask: the main stream visible to the node, then streams 1..j
     cut = main.shape[-1]
     bias = torch.full((*visible.shape[:-2], s, cut + s), float("-inf"), dtype=scores.dtype, device=q.device)

@@ -53,7 +53,8 @@ def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
     if not adapter.shape.bare or adapter.embeddings is None:
         return
     ids = torch.linspace(0, target.config.vocab_size - 1, SAMPLE).long().tolist()
-    batch = Batch.of([Example(tuple(ids[:1]), tuple(ids[1:]))])
+    source = None if target.encoder is None else target.encoder.some(SAMPLE)
+    batch = Batch.of([Example(tuple(ids[:1]), tuple(ids[1:]), encoded=source)])
     x_BTD = run_frozen(target, batch, taps=(adapter.start,)).taps[adapter.start]
     # the median: the first token's state is often a thousand times as large
     adapter.learning_rates["embeddings"] = _rate(float(x_BTD.float().square().mean(-1).sqrt().median()))

@@ -79,6 +79,11 @@ class StreamDrafter(Drafter):
             )
         if placement == "trail" and adapter.shape.context_top:
             raise CapabilityError("context_top needs the main rows' attention; use placement=ride")
+        if target.encoder is not None and (placement == "ride" or prune or threshold or adapter.shape.context_top):
+            raise CapabilityError(
+                "streams trail the passes of encoder-decoder models, unpruned and with their whole context; use "
+                "placement=trail without prune and prune_threshold, and an adapter with context_top 0"
+            )
         riding = target.rider
         if adapter.shape.main_attends == "own":
             if riding is None or riding.alters is not adapter:
@@ -97,7 +102,8 @@ class StreamDrafter(Drafter):
         self._growing: dict[int, DeviceDraft | None] = {}  # on a GPU, by size
         if self.tree.native is not None and self.tree.native.copies:
             self.traits = Traits(repeats="greedy")
-        better = (target.device.type == "cpu" or adapter.root is not None) and not adapter.shape.context_top
+        better = target.device.type == "cpu" or adapter.root is not None or target.encoder is not None
+        better = better and not adapter.shape.context_top
         ride = placement == "ride" or (placement == "auto" and not better)
         rider: Rider | None = None
         pruned = prune > 0 or threshold > 0
@@ -299,13 +305,15 @@ class StreamDrafter(Drafter):
         slots = list(seen.slots)
         at = dict(zip(slots, zip(last, (row.root for row in rows), strict=True), strict=True))
         count = len(seen.result.counts_B)
-        if target.backend.capture is not None and 2 * len(slots) >= count:
+        capture = target.backend.capture if target.encoder is None else None  # sources have lengths of their own
+        if capture is not None and 2 * len(slots) >= count:
             slots = list(range(count))
         together = slots == list(range(len(slots)))
         lengths = [cache.lengths[slot] for slot in slots]
         span, table = max(lengths), target.rope().rotations(cache.capacity).table
-        span = span if target.backend.capture is None else span_bucket(span, cache.capacity)
+        span = span if capture is None else span_bucket(span, cache.capacity)
         layers = range(self.adapter.start, target.config.num_layers)
+        memories = [m.above(layers.start) for slot in slots if (m := cache.memories[slot]) is not None]
 
         def compute(main_MD: Tensor, numbers_4B: Tensor) -> tuple[Tensor]:
             last_B, emitted_B, lengths_B, slots_B = numbers_4B
@@ -329,12 +337,13 @@ class StreamDrafter(Drafter):
                 [near if target.config.is_sliding(layer) else everything for layer in layers],
                 cache.capacity,
                 lengths_B=lengths_B,
+                memories=memories,
             )
             return (states[:, 0],)
 
         key = ("trail", id(self), len(slots), together, span, table.data_ptr(), tuple(main_MD.shape))
         known = [(*at.get(slot, (0, 0)), length, slot) for slot, length in zip(slots, lengths, strict=True)]
         inputs = (main_MD, torch.tensor(known).T.contiguous())
-        (states,) = cache.graphs.run(target.backend.capture, key, compute, inputs, target.device, held=(table, self))
+        (states,) = cache.graphs.run(capture, key, compute, inputs, target.device, held=(table, self))
         states = states.clone()
         return [states[slots.index(slot)] for slot in seen.slots]

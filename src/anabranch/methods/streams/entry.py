@@ -117,6 +117,7 @@ METHOD = Method(
     variants=("", "tree=chain", "tree=auto", "tree=product", "tree=chain,prune=3", "placement=ride"),
     candidates=sized(StreamSettings, BUDGETS),
     default=True,
+    with_source=True,
     order=_order,
     counts={"streams": _naive, "streams, optimised": _optimised},
     published=PUBLISHED,

@@ -159,7 +159,7 @@ class SharedTarget(TunedTarget):
         states = StreamStates(
             target.norm(torch.cat(streams, dim=1)).view(b, p, shape.num_streams, -1), batch.starts_B.to(target.device)
         )
-        return StreamedStates(target.norm(x), {self.adapter.start: entry}, [], states)
+        return StreamedStates(target.norm(x), {self.adapter.start: entry}, [], streams=states)
 
     def _layer(
         self, index: int, run: TextPass, parts: list[_Part], x_BTD: Tensor, streams: list[Tensor]

@@ -56,13 +56,14 @@ class _TrailWeights:
         assert isinstance(block, Block)
         weights.merge(block)
         linears: dict[str, NativeLinear] = {}
-        for module, name in block.linears():
+        for module, name in block.linears(across=False):
             linear = weights.merged[name] if name in weights.merged else narrow(getattr(module, name))
             assert isinstance(linear, NativeLinear)
             linears[name] = linear
         mlp = (linears["up"], linears["down"]) if weights.keep_mlp else (None, None)
         term = () if weights.mlp is None else _whole_blocks(weights.mlp, block.qkv)
-        return LayerWeights(block, linears["qkv"], linears["out"], *mlp, *term)
+        cross = {} if block.cross is None else {"cross_q": narrow(block.cross.q), "cross_out": narrow(block.cross.out)}
+        return LayerWeights(block, linears["qkv"], linears["out"], *mlp, *term, **cross)
 
     @staticmethod
     def _begin(target: Decoder, adapter: StreamModule, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
@@ -145,7 +146,7 @@ class NativeTrail:
             main = main_MD[[nodes[b] for b in active], None].to(self._dtype)
             initial = self.adapter.initial(main, tokens)
             x = torch.cat([initial[i, : counts[b]] for i, b in enumerate(active)]).to(torch.float32)
-            step = self.stack.step(lengths, counts, None, cache.capacity, x, trailing=True)
+            step = self.stack.step(lengths, counts, None, cache.capacity, x, trailing=True, sources=cache.memories)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
         main, entry = main_MD, self._entry
@@ -155,7 +156,7 @@ class NativeTrail:
         assert len(node_B) == len(emitted_B) == len(counts)
         entry.main, entry.rows = main.data_ptr(), main.shape[0]
         entry.nodes, entry.emitted = address(node_B), address(emitted_B)
-        step = self.stack.step(lengths, counts, None, cache.capacity, trailing=True)
+        step = self.stack.step(lengths, counts, None, cache.capacity, trailing=True, sources=cache.memories)
         states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
         self._kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
         return states

@@ -10,7 +10,7 @@ B rows, T text length, P positions of a segment, S streams, D width, M scored (p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from anabranch.methods.streams.prune import early_exit_logits
 from anabranch.methods.streams.recipes import LossOptions
 from anabranch.methods.streams.rider import trail
 from anabranch.model.decoder import Decoder
+from anabranch.model.encoder import Memory
 
 __all__ = [
     "RIDING_STRIDE",
@@ -50,7 +51,8 @@ class Frozen:
 
     About (2 D + 2 K E N_s) values per token. ``streams`` are states of streams that the pass has computed already.
     ``mains`` are main rows [B, T, D] before each layer of streams that attend to what their main row attends to most
-    (``context_top``): D N_s more values.
+    (``context_top``): D N_s more values. ``memories`` are the keys and values of each row's source in the top layers, in
+    an encoder-decoder target.
     """
 
     entry_BTD: Tensor
@@ -58,6 +60,7 @@ class Frozen:
     keys_values: Sequence[tuple[Tensor, Tensor]]
     streams: StreamStates | None = None
     mains: Sequence[Tensor] = ()
+    memories: Sequence[Memory] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class StreamStates:
 class StreamedStates(TargetStates):
     """The states of a target whose pass has streams in it."""
 
-    streams: StreamStates
+    streams: StreamStates = field(kw_only=True)
 
 
 def emitted_tokens(
@@ -138,7 +141,9 @@ class StreamObjective:
         mains: list[Tensor] = []
         if streams is None and self.adapter.shape.context_top:
             mains = [states.taps[layer] for layer in range(start, len(self.target.blocks))]
-        return Frozen(states.taps[start], states.hidden_BTD, states.keys_values, streams, mains)
+        with torch.no_grad():
+            memories = [self.target.memory(encoded, start) for encoded in states.encoded]
+        return Frozen(states.taps[start], states.hidden_BTD, states.keys_values, streams, mains, memories)
 
     def keep(self, keeping: Keeping) -> None:
         """Keep the states of the frozen target."""
@@ -173,7 +178,8 @@ class StreamObjective:
         visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
         emitted = emitted_tokens(self.target, self.adapter, tokens_BT, positions_BP, riding_BP)
         read = frozen.keys_values, visible, width
-        return trail(self.target, self.adapter, entry, emitted, positions_BP, *read, mains=mains)
+        more = {"mains": mains, "memories": frozen.memories}
+        return trail(self.target, self.adapter, entry, emitted, positions_BP, *read, **more)
 
     def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """States [B, P, S, D] conditioned on the true tokens of the path to each prediction (teacher forcing)."""

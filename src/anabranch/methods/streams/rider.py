@@ -25,6 +25,7 @@ from torch import Tensor
 from anabranch.learning.recompute import through
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.attention import (
+    distance_bias,
     main_attention,
     row_attention,
     row_mask,
@@ -40,6 +41,7 @@ from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.device.layers import attend, trusted
+from anabranch.model.encoder import Memory, recalled
 from anabranch.model.native_backend import stack_of
 from anabranch.model.passes import Entry, Pass
 from anabranch.model.riding import NativeRider
@@ -203,6 +205,7 @@ def trail(
     *,
     lengths_B: Tensor | None = None,
     mains: Sequence[Tensor] = (),
+    memories: Sequence[Memory] = (),
 ) -> Tensor:
     """Stream states after the last norm [B, N, S, D] of nodes whose main rows are already in the cache.
 
@@ -210,7 +213,8 @@ def trail(
     (zero or None: not conditioned on these), ``keys_values`` the main stream's cache of each top layer, and
     ``visible_BNL`` the mask of what each node attends to. No position is ``longest`` or beyond. If the nodes are the
     last ones of rows of ``lengths_B`` committed tokens, a GPU reads the cache in place. ``mains`` [B, N, D] are their
-    main rows before each of these layers, whose queries choose the context with ``context_top``.
+    main rows before each of these layers, whose queries choose the context with ``context_top``. ``memories`` are the
+    keys and values of each row's source in these layers, in an encoder-decoder target.
     """
     b, n, d = entry_BND.shape
     assert mains or not adapter.shape.context_top, "context_top needs the main rows' queries: ride"
@@ -218,7 +222,7 @@ def trail(
     x = initial_streams(target, adapter, entry_BND, positions, emitted_BND)
     cos, sin = target.rope()(positions, longest)
     of_mains = target.rope()(positions_BN, longest) if mains else None
-    looks = Looks(target, adapter, entry_BND.dtype)
+    looks = Looks(target, adapter, entry_BND.dtype, positions_BN)
     for index in range(adapter.start, len(target.blocks)):
         block = target.blocks[index]
         keys, values = keys_values[index - adapter.start]
@@ -234,7 +238,8 @@ def trail(
                 with torch.no_grad():
                     main_q = main_queries(block, mains[index - adapter.start], of_mains)
             look = looks.of(keys, values, visible, main_q)
-        x = through(partial(block, cos=cos, sin=sin, attend=look, side=adapter.side(index, 0)), x)
+        recall = partial(recalled, target.config, memories, index - adapter.start) if memories else None
+        x = through(partial(block, cos=cos, sin=sin, attend=look, side=adapter.side(index, 0), recall=recall), x)
     streams: Tensor = target.norm(x)
     return streams.view(b, n, adapter.shape.num_streams, d)
 
@@ -262,13 +267,24 @@ def _look_in_place(
 class Looks:
     """The attention of trailing rows; layers with the same ``visible`` tensor share one mask."""
 
-    def __init__(self, target: Decoder, adapter: StreamModule, dtype: torch.dtype) -> None:
+    def __init__(self, target: Decoder, adapter: StreamModule, dtype: torch.dtype, positions_BN: Tensor) -> None:
         self.model, self.shape, self.dtype = target.config, adapter.shape, dtype
+        self._distances = partial(
+            distance_bias, target.relative, target.config, adapter.shape.num_streams, positions_BN
+        )
+        self._by_distance: Tensor | None = None
         self._biases: dict[int, Tensor | None] = {}
         self._masks: dict[int, Tensor] = {}
 
     def of(self, keys: Tensor, values: Tensor, visible: Tensor, main_q: Tensor | None = None) -> Look:
         """(q, k, v) -> the result for one layer's cache; ``main_q`` are the main rows' queries, for ``context_top``."""
+        if self.model.relative is not None:
+            if self._by_distance is None:
+                self._by_distance = self._distances(keys.shape[2])
+            distances = self._by_distance
+            return lambda q, k, v: stream_attention(
+                self.model, self.shape, (q, k, v), keys, values, visible, distances=distances
+            )
         if id(visible) not in self._biases:
             self._biases[id(visible)] = stream_bias(self.model, self.shape, visible, self.dtype)
         bias = self._biases[id(visible)]
