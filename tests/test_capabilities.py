@@ -195,7 +195,11 @@ def test_the_matrix_has_every_method_and_follows_the_registry(monkeypatch: pytes
         [*QUESTIONS, COMBINED, WITH_SOURCE], "there is no oak; plant one"
     )
     assert rows["suffix"].cells[WITH_SOURCE]
-    assert "does not draft for encoder-decoder models" in rows["streams"].cells[WITH_SOURCE].reason
+    assert all(rows[name].cells[WITH_SOURCE] for name in ("streams", "medusa", "hydra"))
+    assert (
+        "streams trail the passes of encoder-decoder models" in rows["streams:placement=ride"].cells[WITH_SOURCE].reason
+    )
+    assert "does not draft for encoder-decoder models" in rows["eagle"].cells[WITH_SOURCE].reason
     assert rows["streams:tree=auto"].adaptive
     assert not rows["streams"].adaptive
     assert (rows["streams"].trained, rows["ngram"].trained, rows["suffix"].trained) == ("streams", "ngram", "")

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from anabranch.methods.streams.config import StreamConfig
-from pairs import Pair
+from pairs import Pair, save_pair
 from test_encoder_decoder import packed
 from torch import Tensor
 
+from anabranch.api import load
 from anabranch.certify.draws import sampling_scheduler
 from anabranch.decoding.engine import Request
 from anabranch.drafting.drafter import Drafter, Observation, Row
 from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch, Example
+from anabranch.learning.target import frozen_target
+from anabranch.methods import make_drafter, methods
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.objective import StreamObjective
+from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Source
 from anabranch.model.inputs import Inputs
-from anabranch.model.load import Target
+from anabranch.model.load import Target, load_target
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
+from anabranch.train.answers import EncodedPrompt, write_answers
+from anabranch.train.job import read_data, train_adapter, trainable
+from anabranch.train.states import KeptStates
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 from small import RICH, randomise
@@ -36,10 +44,11 @@ MAKERS = [pytest.param(Pair, id="torch")]
 MAKERS.append(
     pytest.param(packed, id="native", marks=pytest.mark.skipif(native.library() is None, reason="no kernels"))
 )
+PLAIN = replace(RICH, pruning_rank=0)
 LENGTHS = (5, 17, 2)  # of sources
 
 
-def adapter_of(target: Decoder, shape: StreamConfig = replace(RICH, pruning_rank=0)) -> StreamAdapter:
+def adapter_of(target: Decoder, shape: StreamConfig = PLAIN) -> StreamAdapter:
     adapter = StreamAdapter(target.config, shape)
     randomise(adapter, seed=5, scale=0.1)
     return adapter.eval().requires_grad_(False)
@@ -132,3 +141,79 @@ def test_what_does_not_fit_is_refused() -> None:
     for settings in (StreamSettings(placement="ride"), StreamSettings(prune=4)):
         with pytest.raises(CapabilityError, match="streams trail the passes of encoder-decoder models, unpruned and"):
             StreamDrafter(target, pruned, settings)
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra++"])
+def test_heads_change_no_token(name: str) -> None:
+    """Heads read the last hidden state alone, or Hydra's prefix layer those of the text."""
+    pair, method = Pair("bart"), next(each for each in methods() if each.name == name.removesuffix("++"))
+    assert method.trained is not None
+    config = method.trained.training.recipe(None, {"num_heads": 2}).config
+    config = replace(config, prefix=True) if name == "hydra++" else config
+    with torch.random.fork_rng(devices=[]):
+        module = method.trained.make(pair.decoder.config, config, None)
+    randomise(module, seed=3, scale=0.2)
+    drafter = make_drafter(name.removesuffix("++"), pair.decoder, module.eval().requires_grad_(False))
+    for sampling in ({}, {"temperature": 1.5}):
+        plain, _ = emitted(pair, NoDrafter(), **sampling)
+        drafted, accepted = emitted(pair, drafter, **sampling)
+        assert drafted == plain
+        assert accepted > 0 or not sampling
+
+
+@pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
+def test_training_from_texts_to_a_drafter(tmp_path: Path) -> None:
+    """Completions of sources, with which a run's kept states are those of a pass; the adapter drafts, losslessly."""
+    folder = save_pair("t5", tmp_path / "t5", d_kv=32)
+    target = load_target(str(folder), dtype="float32")
+    prompts = [EncodedPrompt(n, "toy", tuple(Pair.source_of("t5", 2 + n % 5, seed=n).tokens)) for n in range(12)]
+    write_answers(target, prompts, tmp_path / "answers.jsonl", rows=3, max_new_tokens=12)
+    changes: dict[str, Any] = {"num_streams": 2, "stream_layers": 2, "adapter_rank": 4, "attention_rank": 4}
+    changes |= {"conditioning_rank": 32, "epochs": 2.0, "keep_states": "exact", "held_out": 2, "batch_tokens": 40}
+    method = trainable("streams")
+    recipe = method.trained.training.recipe("small", changes)
+    examples = read_data(target, recipe, answers=tmp_path / "answers.jsonl")
+    assert {tuple(each.encoded.tokens) for each in examples} == {each.ids for each in prompts}
+    assert {each.prompt_ids for each in examples} == {(0,)}
+    assert len({each.question for each in examples}) == len(prompts)
+    record = train_adapter(target, method, recipe, examples, tmp_path / "adapter")
+    assert record["training"]["examples"] == 10
+    model = load(str(folder), dtype="float32", adapter=tmp_path / "adapter")
+    options: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True, "rows": 2}
+    sources = [list(each.ids) for each in prompts[:5]]
+    drafted = model.generate(sources, drafter="streams", **options)
+    assert [each.token_ids for each in drafted] == [
+        each.token_ids for each in model.generate(sources, drafter="none", **options)
+    ]
+    assert sum(each.stats.drafted for each in drafted) > 0
+    assert model.spec.auto
+    assert "streams" in str(model.drafter_of("auto").spec)
+
+
+def test_kept_states_are_those_of_a_pass(tmp_path: Path) -> None:
+    pair = Pair("bart")
+    examples = [
+        Example((pair.start,), tuple(pair.text(3 + n, seed=7)[1:]), encoded=pair.source(2 + 3 * n, seed=n))
+        for n in range(3)
+    ]
+    examples.append(replace(examples[0], encoded=pair.source(4, seed=9)))  # the same tokens about another source
+    run = frozen_target(pair.decoder, None)
+    for _ in range(2):  # computed and written, then read by a later run
+        kept = KeptStates(tmp_path, pair.decoder, examples, identity="toy", form="exact").keeping(run)
+        for batch in (Batch.of(examples[1:]), Batch.of(examples[:1])):
+            states, wanted = (each(batch, taps=(1,), keys_from=1) for each in (kept, run))
+            for ours, theirs in zip(states.encoded, wanted.encoded, strict=True):
+                assert torch.equal(ours, theirs)
+            for (keys, _), (others, _) in zip(states.keys_values, wanted.keys_values, strict=True):
+                for row, length in enumerate(batch.lengths_B.tolist()):
+                    torch.testing.assert_close(keys[row, :, :length], others[row, :, :length])
+
+
+def test_what_is_not_trained_is_refused(tmp_path: Path) -> None:
+    target = load_target(str(save_pair("t5", tmp_path / "t5")), dtype="float32")
+    (tmp_path / "text.txt").write_text("w5 w6 w7 w8")
+    recipe = trainable("streams").trained.training.recipe("small", {})
+    with pytest.raises(CapabilityError, match=r"training on plain text \(--text\) is for decoder-only models"):
+        read_data(target, recipe, text=tmp_path / "text.txt")
+    with pytest.raises(CapabilityError, match="eagle does not draft for encoder-decoder models such as "):
+        train_adapter(target, trainable("eagle"), recipe, [], tmp_path / "adapter")

@@ -32,6 +32,7 @@ from anabranch.methods import TRAININGS, training
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
     from anabranch.learning.recipe import Recipe
+    from anabranch.methods import Method
     from anabranch.model.load import Target
     from anabranch.train import Example, Progress
     from anabranch.train.advice import Curve
@@ -168,9 +169,12 @@ class _Run:
 
 
 @contextmanager
-def _prepared(config: TrainConfig, recipe: Recipe, *, packed: bool = False) -> Iterator[_Run]:
+def _prepared(
+    config: TrainConfig, recipe: Recipe, method: Method | None = None, *, packed: bool = False
+) -> Iterator[_Run]:
     """Load the target and read the data; while the training runs, Ctrl-C says how to resume it.
 
+    method  None: the target itself is tuned
     packed  the target may be packed as its file stores it
     """
     from anabranch.cli import train_data
@@ -179,7 +183,7 @@ def _prepared(config: TrainConfig, recipe: Recipe, *, packed: bool = False) -> I
     from anabranch.train.advice import curve_of
     from anabranch.train.checkpoint import read_log
     from anabranch.train.fit import divided
-    from anabranch.train.job import read_data
+    from anabranch.train.job import check_trains, read_data
     from anabranch.train.processes import joined
     from anabranch.train.self_prompts import SOURCE
 
@@ -191,7 +195,12 @@ def _prepared(config: TrainConfig, recipe: Recipe, *, packed: bool = False) -> I
     with joined() as processes, screen() if processes.first else silent() as shown, resumable(run):
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, pack=False, stored=packed, adapters=False).target
-        target.check_decoder_only("training")
+        if method is None:
+            target.check_decoder_only("fine-tuning")
+        else:
+            check_trains(target, method)
+        if config.data.self_written or task is not None:
+            target.check_decoder_only("training without --answers")
         answered, own = train_data.write_data(target, config.data, recipe.options.seed, config.out, shown)
         if task is not None:
             shown.say(task.summary())
@@ -234,7 +243,7 @@ def _train_method(command: str, config: MethodTrainConfig, given: dict[str, Any]
     check_init(config.init)
     assert method.trained is not None
     packed = method.trained.packed(recipe) and recipe.options.target_format != "nf4" and not config.shard_target
-    with _prepared(config, recipe, packed=packed) as run:
+    with _prepared(config, recipe, method, packed=packed) as run:
         start = start_folder(config.init, recipe, method, run.target)
         run.shown.say("starts from fresh weights" if start is None else f"starts from the adapter {start.name}")
         init = config.init if start is None else start

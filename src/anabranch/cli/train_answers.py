@@ -86,6 +86,11 @@ class AnswersConfig:
         Path | None,
         typer.Option(metavar="FILE", help="read JSONL with 'prompt' or 'messages'; optional: 'chat', 'id', 'source'"),
     ] = None
+    sounds: Annotated[
+        tuple[Path, ...],
+        typer.Option(metavar="PATH", help="with a Whisper model: transcribe this WAV file or folder; repeatable"),
+    ] = ()
+    language: Annotated[str | None, typer.Option(help="with --sounds: their language (default: detected)")] = None
     self_prompted: Annotated[
         int | None,
         typer.Option(metavar="N", help="let the model write this many prompts itself, to OUT.prompts.jsonl"),
@@ -117,6 +122,9 @@ def answers(config: AnswersConfig) -> None:
     from anabranch.train.job import trainable
     from anabranch.train.self_prompts import in_words, write_prompts
 
+    if config.sounds:
+        _transcribe(config)
+        return
     sampling = options.params(config.sampling)
     shard = None if config.shard is None else Shard.parse(config.shard)
     out = config.out if shard is None else shard.file(config.out)
@@ -126,9 +134,9 @@ def answers(config: AnswersConfig) -> None:
     with screen() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
         target = options.load(config.loading, adapters=False).target
-        target.check_decoder_only("making completions")
         if config.self_prompted is not None:
             assert source is not None
+            target.check_decoder_only("writing prompts (--self-prompted)")
             report = _show_prompts(shown)
             written = write_prompts(
                 target, source, config.self_prompted, rows=config.rows, seed=sampling.seed, report=report
@@ -166,6 +174,33 @@ def answers(config: AnswersConfig) -> None:
     print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
 
 
+def _transcribe(config: AnswersConfig) -> None:
+    """Let a Whisper model transcribe sounds."""
+    from anabranch.cli.screen import resumable, screen
+    from anabranch.train.answers import check_out
+    from anabranch.train.sounds import found_sounds, write_transcripts
+
+    config.of_task.check()
+    options.check_at_least(1, rows=config.rows)
+    for name in ("prompts", "self_prompted", "limit", "shard"):
+        if getattr(config, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} is for prompts, and --sounds gives sounds; give one")
+    if config.of_task.task is not None:
+        raise InputError("--task gives prompts, and --sounds gives sounds; give one")
+    sounds, out = found_sounds(config.sounds), config.out
+    check_out(out, sounds[0])
+    with screen() as shown, resumable():
+        shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
+        target = options.load(config.loading, adapters=False).target
+        report = show_answers(shown, out.name, of="sound")
+        done = write_transcripts(target, sounds, out, rows=config.rows, language=config.language, report=report)
+    if config.as_json:
+        print(json.dumps({"sounds": done.answers, "tokens": done.tokens, "tokens_per_second": done.tokens_per_second}))
+        return
+    print(f"transcripts of {done.answers:,} sounds in {out}, {done.tokens:,} tokens by this run")
+    print(f"Next: anabranch train streams --model {config.loading.model} --answers {out} --out FOLDER")
+
+
 def _check(config: AnswersConfig, out: Path) -> Path | None:
     """Check options and files, before a model is loaded; returns the file of the prompts, None for those of a task.
 
@@ -178,9 +213,11 @@ def _check(config: AnswersConfig, out: Path) -> Path | None:
     config.of_task.check()
     if [config.prompts, config.self_prompted, config.of_task.task].count(None) != 2:
         raise InputError(
-            "give either a file of prompts (--prompts), a number of prompts to write (--self-prompted), or a task "
-            "(--task)"
+            "give either a file of prompts (--prompts), a number of prompts to write (--self-prompted), a task "
+            "(--task), or for a Whisper model sounds (--sounds)"
         )
+    if config.language is not None and not config.sounds:
+        raise InputError("--language is for --sounds; leave it out")
     if config.prompts is not None:
         if not config.prompts.is_file():
             raise FileError(
@@ -221,14 +258,14 @@ def _show_prompts(shown: Screen) -> Callable[[PromptProgress], None]:
     return report
 
 
-def show_answers(shown: Screen, name: str) -> Callable[[AnswerProgress], None]:
-    """Shows the progress of ``write_answers``; ``name`` is the file's."""
+def show_answers(shown: Screen, name: str, of: str = "answer") -> Callable[[AnswerProgress], None]:
+    """Shows the progress of ``write_answers``; ``name`` is the file's, and ``of`` what is counted."""
     from anabranch.cli.screen import clock
 
     def report(now: AnswerProgress) -> None:
         left = f", {clock(now.seconds_left)} left" if now.seconds_left else ""
         rate = f", {now.tokens_per_second:,.0f} tokens/s{left}" if now.tokens else ""
-        first = f"answer {now.answers:,}/{now.wanted:,} {now.answers / now.wanted:.0%}{rate}"
+        first = f"{of} {now.answers:,}/{now.wanted:,} {now.answers / now.wanted:.0%}{rate}"
         second = f"{now.tokens:,} tokens written in {name}"
         shown.show(first, second, plain=first, now=now.answers == now.wanted)
 

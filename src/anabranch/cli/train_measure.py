@@ -49,7 +49,8 @@ def measured_speeds(target: Target, out: Path, examples: Sequence[Example], scre
     adapter = load_adapter(out, target)
     pack_decoder(target.decoder)
     room = target.config.max_positions
-    prompts = [list(example.prompt_ids) for example in examples if len(example.prompt_ids) < room - 1][:PROMPTS]
+    asked = [example.prompt_ids if example.encoded is None else example.encoded.tokens for example in examples]
+    prompts = [list(ids) for ids in asked if len(ids) < room - 1][:PROMPTS]
     seconds, tokens = {PLAIN: 0.0, AUTO: 0.0}, {PLAIN: 0, AUTO: 0}
     model = Model(target, (adapter,))
     for number, prompt in enumerate([*prompts[:1], *prompts]):

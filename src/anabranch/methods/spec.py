@@ -211,8 +211,8 @@ def _single(unit: Spec, target: Decoder, modules: Sequence[nn.Module | None], sh
     for each in unit.parts if target.encoder is not None else ():
         if not each.method.with_source:
             raise CapabilityError(
-                f"the drafter {each.method.name!r} does not draft for encoder-decoder models; use streams, draft_model, "
-                "prompt_lookup, suffix, ngram or lookahead"
+                f"the drafter {each.method.name!r} does not draft for encoder-decoder models; use streams, "
+                "draft_model, prompt_lookup, suffix, ngram or lookahead"
             )
     if before:
         build_pair = before[0].method.pairs[part.method.name]

@@ -1,7 +1,7 @@
 """The encoder of an encoder-decoder model: it reads a source once, and each layer of the decoder attends to its output.
 
-B rows of the batch, N nodes, S positions of a source, C channels and T frames of features, D model width, H query heads,
-K kv heads, E head width.
+B rows of the batch, N nodes, S positions of a source, C channels and T frames of features, D model width,
+H query heads, K kv heads, E head width.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Source:
         """Numbers that differ where sources do: the tokens, and a checksum of the features."""
         if self.features is None:
             return tuple(self.tokens)
-        return (*self.tokens, zlib.crc32(self.features.cpu().contiguous().numpy()))
+        return (*self.tokens, zlib.crc32(self.features.cpu().numpy().tobytes()))
 
 
 def begun(config: ModelConfig, prompt: Sequence[int]) -> tuple[list[int], Source | None]:
@@ -68,7 +68,7 @@ class Memory(NamedTuple):
 
 
 def recalled(config: ModelConfig, memories: Sequence[Memory | None], layer: int, q_BNHE: Tensor) -> Tensor:
-    """Attention of rows to the sources of their texts [B, N, H E], each of a length of its own; ``layer`` of memories."""
+    """Attention of rows to the sources of their texts [B, N, H E], each of a length of its own, in a layer."""
     found = []
     for b, memory in enumerate(memories):
         assert memory is not None, "a row of an encoder-decoder model has a source"

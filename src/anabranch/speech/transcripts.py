@@ -31,10 +31,20 @@ from anabranch.speech.options import SpeechKeywords
 from anabranch.speech.vocabulary import Vocabulary
 from anabranch.speech.windows import HOT, Hypothesis, Segment, Windows, segments_of
 
-__all__ = ["Transcript", "cut_at_pauses", "transcribe"]
+__all__ = ["Transcript", "Window", "cut_at_pauses", "transcribe"]
 
 SHORTEST = 2 / 3  # of a window that is cut at a pause: it ends at the quietest place of its last third
 PAUSE = 31  # frames whose mean loudness is compared: 0.3 s, shorter than most pauses between sentences
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window as it was decoded: frames of the sound, the decoder's tokens before its text, and those of the text."""
+
+    start: int
+    stop: int
+    prompt_ids: list[int]
+    token_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Transcript:
     duration              seconds of sound
     seconds               from the beginning of the call to the end of this sound; several sounds share them
     stats                 the decoding of all windows, those at temperatures that did not fit included
+    windows               with the end token, silent ones included
     """
 
     text: str
@@ -56,6 +67,7 @@ class Transcript:
     seconds: float
     drafter: str
     stats: Stats = field(repr=False)
+    windows: list[Window] = field(repr=False, default_factory=list)
 
     def __str__(self) -> str:
         return self.text
@@ -197,6 +209,7 @@ class _Sound:
         self.language, self.meter, self.began = language, meter, began
         self.said: list[int] = []
         self.stats: list[Stats] = []
+        self.decoded: list[Window] = []
         self.drafter = ""
 
     @staticmethod
@@ -239,8 +252,11 @@ class _Sound:
         source, self.first = self.first, None
         if source is None:
             source = Source(tokens=tuple(self.said), features=window(self.features, start, stop, self.windows.frames))
-        hypothesis = self.windows.decode(source, self.windows.prompt(self.language[0], before))
+        prompt = self.windows.prompt(self.language[0], before)
+        hypothesis = self.windows.decode(source, prompt)
         self.said += hypothesis.tokens
+        end = [self.windows.vocabulary.end] if hypothesis.ended else []
+        self.decoded.append(Window(start, stop, prompt, [*hypothesis.tokens, *end]))
         self.stats.append(hypothesis.stats)
         self.drafter = hypothesis.drafter
         return hypothesis
@@ -251,4 +267,4 @@ class _Sound:
         text = "".join(segment.text for segment in segments).strip()
         seconds = time.perf_counter() - self.began
         about = (*self.language, self.duration, seconds, self.drafter, Stats.merged(self.stats))
-        return Transcript(text, segments, *about)
+        return Transcript(text, segments, *about, sorted(self.decoded, key=lambda each: each.start))

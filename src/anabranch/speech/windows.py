@@ -46,6 +46,7 @@ class Hypothesis:
     compression_ratio  bytes of the text by those that zlib needs; above 2.4 it repeats itself
     no_speech_prob     the probability that nothing is said; None where the text was probable enough not to ask
     silent             it is taken for silence
+    ended              the end token followed; not where the text became too long
     """
 
     tokens: list[int]
@@ -57,6 +58,7 @@ class Hypothesis:
     drafter: str
     no_speech_prob: float | None = None
     silent: bool = False
+    ended: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ class Windows:
             silence = float(self._scores(source, before).softmax(0)[self.vocabulary.no_speech])
         silent = silence is not None and silence > self.options["no_speech_threshold"]
         ratio = compression_ratio(text)
-        return Hypothesis(tokens, text, temperature, mean, ratio, result.stats, result.drafter, silence, silent)
+        about = (temperature, mean, ratio, result.stats, result.drafter, silence, silent)
+        return Hypothesis(tokens, text, *about, ended=end in result.token_ids)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without timestamps."""

@@ -25,8 +25,9 @@ from filelock import FileLock, Timeout
 
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler, Ticket
-from anabranch.errors import FileError, InputError
+from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.methods.none import NoDrafter
+from anabranch.model.encoder import begun
 from anabranch.model.load import Target
 from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
@@ -39,7 +40,9 @@ __all__ = [
     "AnswerProgress",
     "EncodedPrompt",
     "Shard",
+    "alone",
     "answer_settings",
+    "check_completion",
     "check_out",
     "encode_chat",
     "read_prompts",
@@ -213,13 +216,17 @@ def write_answers(
     for name, value in (("rows", rows), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise InputError(f"{name} must be at least 1, got {value}")
-    longest = min(longest_prompt, target.config.max_positions - 1)
+    encoder = target.config.encoder
+    if encoder is not None and encoder.channels:
+        raise CapabilityError(f"{target.title} reads speech; give sounds (--sounds)")
+    limit = target.config.max_positions - 1 if encoder is None else encoder.layers.max_positions
+    longest = min(longest_prompt, limit)
     wanted = [prompt for prompt in prompts if len(prompt.ids) <= longest]
     if not wanted:
         raise InputError(f"no prompt has {longest} tokens or fewer; give shorter prompts")
     settings = answer_settings(target, max_new_tokens, sampling)
     check_writable(out, "completions")
-    with _alone(out):
+    with alone(out):
         agree(out, settings)
         known = _answered(out)
         for prompt in prompts:
@@ -234,7 +241,7 @@ def write_answers(
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """Keep other processes from the file meanwhile. Raises FileError if one writes to it, or if none can."""
     lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)
     try:
@@ -271,7 +278,8 @@ def _complete(
         while work and len(growing) < 2 * rows:
             prompt = work.popleft()
             own = replace(asked.sampling, seed=seed_of(asked.sampling.seed, prompt.id))
-            ticket = scheduler.submit(replace(asked, prompt_ids=prompt.ids, sampling=own), drafter)
+            ids, source = begun(target.config, prompt.ids)
+            ticket = scheduler.submit(replace(asked, prompt_ids=ids, sampling=own, source=source), drafter)
             growing[ticket] = (prompt, [])
         for ticket, step in scheduler.tick():
             prompt, answer = growing[ticket]
@@ -325,11 +333,12 @@ def _ordered(prompts: Sequence[EncodedPrompt], chunk: int) -> Iterator[EncodedPr
 
 def _answered(out: Path) -> dict[int | str, tuple[int, ...]]:
     """The prompts that a file has completions of, by id. Raises FileError for other files; does not change the file."""
-    completions = records(out, _check, "a completion with id, prompt_ids and answer_ids")
+    completions = records(out, check_completion, "a completion with id, prompt_ids and answer_ids")
     return {record["id"]: tuple(record["prompt_ids"]) for record in completions}
 
 
-def _check(record: Any) -> None:
+def check_completion(record: Any) -> None:
+    """Raise KeyError or TypeError for a JSON value that is no completion."""
     name, prompt, answer = record["id"], record["prompt_ids"], record["answer_ids"]
     if not (isinstance(name, str) or is_whole(name)):
         raise TypeError

@@ -12,9 +12,9 @@ import json
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from torch import Tensor
 
 from anabranch.errors import FileError, InputError, TrainingWarning
 from anabranch.learning.examples import Batch, Example
+from anabranch.model.encoder import Source
 from anabranch.model.text import encode
 from anabranch.support.files import LONE_SURROGATES
 from anabranch.support.jsonfiles import has_rows, is_whole, read_rows, read_whole, rows_made
 
 __all__ = [
+    "Sourced",
     "batches",
     "check_first",
     "completion_of",
@@ -44,8 +46,18 @@ __all__ = [
 LEAST = 2  # tokens of a completion: a drafter predicts the token after the next one
 
 
-def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Example]:
+# (a row, its prompt, where it stands) -> what the decoder begins with, and what the encoder reads
+Sourced: TypeAlias = Callable[[Mapping[str, Any], Sequence[int], str], tuple[Sequence[int], Source | None]]
+
+
+def _no_source(record: Mapping[str, Any], prompt: Sequence[int], where: str) -> tuple[Sequence[int], Source | None]:
+    return prompt, None
+
+
+def read_examples(path: Path, *, vocab_size: int, max_tokens: int, sourced: Sourced = _no_source) -> list[Example]:
     """Read a file of completions; examples longer than ``max_tokens`` are cut at the end.
+
+    sourced  for an encoder-decoder target
 
     A warning counts those that are left out, by reason (``left_out``). Raises FileError that names the malformed line.
     """
@@ -53,11 +65,16 @@ def read_examples(path: Path, *, vocab_size: int, max_tokens: int) -> list[Examp
         raise FileError(f"there is no file {path}; write one with 'anabranch train answers'")
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
-    for prompt, answer, source, name in rows_made(path, lambda n, record: completion_of(n, record, path, vocab_size)):
+
+    def made(number: int, record: Mapping[str, Any]) -> tuple[Any, ...]:
+        prompt, *rest = completion_of(number, record, path, vocab_size)
+        return *sourced(record, prompt, f"line {number} of {path}"), *rest
+
+    for prompt, encoded, answer, source, name in rows_made(path, made):
         if reason := left_out(len(prompt), len(answer), max_tokens):
             dropped[reason] += 1
             continue
-        examples.append(Example(tuple(prompt), tuple(answer[: max_tokens - len(prompt)]), source, name))
+        examples.append(Example(tuple(prompt), tuple(answer[: max_tokens - len(prompt)]), source, name, encoded))
     if not examples:
         raise FileError(f"{path} has no prompt with a completion of at least {LEAST} tokens{_counted(dropped)}")
     warn_of_dropped(dropped, len(examples) + dropped.total(), f"rows of {path}")

@@ -20,12 +20,14 @@ from anabranch.errors import AdapterError, CapabilityError, FileError, InputErro
 from anabranch.learning.examples import Example
 from anabranch.learning.recipe import Recipe
 from anabranch.methods import Method, methods
+from anabranch.model.encoder import begun
 from anabranch.model.load import Target
 from anabranch.support.appended import settings_path
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_json
-from anabranch.train.data import check_first, frequent_tokens, read_examples, read_texts
+from anabranch.train.data import Sourced, check_first, frequent_tokens, read_examples, read_texts
 from anabranch.train.fit import RunOptions, Subject, fit, stored_target
+from anabranch.train.sounds import WindowReader
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,6 +40,7 @@ __all__ = [
     "check_data",
     "check_folder_is_free",
     "check_init",
+    "check_trains",
     "read_data",
     "start_folder",
     "train_adapter",
@@ -118,6 +121,15 @@ def begin(method: Method, module: TrainedModule, folder: Path, target: Target) -
     return str(loaded.record["sha256"])
 
 
+def check_trains(target: Target, method: Method) -> None:
+    """Raise CapabilityError for a method that drafts for no target of this kind."""
+    if target.config.encoder is not None and not method.with_source:
+        able = ", ".join(each.name for each in methods() if each.trained is not None and each.with_source)
+        raise CapabilityError(
+            f"{method.name} does not draft for encoder-decoder models such as {target.title}; train one of {able}"
+        )
+
+
 def trainable(name: str | None = None) -> Method:
     """The trainable method of this name; without a name, the first one. Raises InputError."""
     known = [method for method in methods() if method.trained is not None]
@@ -176,11 +188,22 @@ def read_data(
     check_data(answers, text)
     max_tokens = min(recipe.max_tokens, target.config.max_positions)
     if text is not None:
+        target.check_decoder_only("training on plain text (--text)")
         return read_texts(text, target.tokenizer, max_tokens=max_tokens)
     assert answers is not None
     if not anybodys:
         check_answers(answers, target)
-    return read_examples(answers, vocab_size=target.config.vocab_size, max_tokens=max_tokens)
+    words = target.config.vocab_size
+    return read_examples(answers, vocab_size=words, max_tokens=max_tokens, sourced=_sourced(target))
+
+
+def _sourced(target: Target) -> Sourced:
+    """Take rows of completions for a target: of an encoder-decoder model, prompts are texts that the encoder reads."""
+    encoder = target.config.encoder
+    if encoder is None or not encoder.channels:
+        return lambda record, prompt, where: begun(target.config, prompt)
+    reader = WindowReader(target)
+    return lambda record, prompt, where: (prompt, reader.source(record, where))
 
 
 def train_adapter(
@@ -204,6 +227,7 @@ def train_adapter(
     trained = method.trained
     if trained is None:
         raise CapabilityError(f"the method {method.name!r} has nothing to train; see 'anabranch train --help'")
+    check_trains(target, method)
     start = start_folder(init, recipe, method, target)
     recipe = adopted(recipe, method, start)
 

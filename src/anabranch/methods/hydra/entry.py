@@ -68,6 +68,7 @@ METHOD = Method(
     summary="Hydra: heads that read the drafted tokens before theirs; needs a trained adapter",
     settings=HydraSettings,
     build=_build,
+    with_source=True,
     trained=TRAINED,
     variants=("", "tree=auto"),
     candidates=sized(HydraSettings, BUDGETS),

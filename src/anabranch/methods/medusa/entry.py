@@ -80,6 +80,7 @@ METHOD = Method(
     summary="Medusa: heads on the model's last hidden state draft; needs a trained adapter",
     settings=HeadSettings,
     build=partial(_build, "medusa"),
+    with_source=True,
     trained=TRAINED,
     variants=("", "tree=auto", "tree=sparse"),
     candidates=sized(HeadSettings, BUDGETS),

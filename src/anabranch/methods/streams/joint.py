@@ -60,7 +60,7 @@ class _Part:
         self._visible = {False: seen}
         if window is not None:
             self._visible[True] = seen & (positions_BP[:, :, None] - keys < window)
-        self.looks = Looks(target, shared.adapter, target.dtype)
+        self.looks = Looks(target, shared.adapter, target.dtype, positions_BP)
 
     def visible(self, sliding: bool) -> Tensor:
         """The positions of the main stream that each node sees [B, P, T]."""

@@ -51,7 +51,7 @@ class Frozen:
 
     About (2 D + 2 K E N_s) values per token. ``streams`` are states of streams that the pass has computed already.
     ``mains`` are main rows [B, T, D] before each layer of streams that attend to what their main row attends to most
-    (``context_top``): D N_s more values. ``memories`` are the keys and values of each row's source in the top layers, in
+    (``context_top``): D N_s more values. ``memories`` are the keys and values of each row's source in the top layers of
     an encoder-decoder target.
     """
 
@@ -178,8 +178,8 @@ class StreamObjective:
         visible = [near if self.target.config.is_sliding(layer) else seen for layer in layers]
         emitted = emitted_tokens(self.target, self.adapter, tokens_BT, positions_BP, riding_BP)
         read = frozen.keys_values, visible, width
-        more = {"mains": mains, "memories": frozen.memories}
-        return trail(self.target, self.adapter, entry, emitted, positions_BP, *read, **more)
+        rows = entry, emitted, positions_BP
+        return trail(self.target, self.adapter, *rows, *read, mains=mains, memories=frozen.memories)
 
     def conditioned(self, states_BPSD: Tensor, tokens_BT: Tensor, positions_BP: Tensor) -> Tensor:
         """States [B, P, S, D] conditioned on the true tokens of the path to each prediction (teacher forcing)."""
