@@ -27,6 +27,7 @@ from anabranch.model.encoder import Source, begun
 from anabranch.model.inputs import Inputs
 from anabranch.options import Keywords
 from studies.base import Chart, Line, Result, Setup, Study, Table
+from studies.rates import in_words, measured_rates
 from studies.speed import PLAIN, alone, by_name, facts
 
 __all__ = ["STUDY", "T5", "overlap", "pass_ms"]
@@ -267,9 +268,17 @@ STUDY = Study(
     whole=True,
 )
 
+
+def _measure_t5(setup: Setup) -> dict[str, Any]:
+    rates = measured_rates(setup, setup.load(quantize="auto"))
+    return {**_measure(setup), "rates": rates}
+
+
 T5 = replace(
     STUDY,
     name="leviathan_t5",
+    measure=_measure_t5,
+    ours=lambda result: f"{_ours(result)}; {in_words(result['rates'])}",
     title="The same with encoder-decoder models",
     differs="a T5 of 6 layers and one of 2, trained on two cores for restaurant descriptions and translation "
     "(research/train_t5.py) instead of T5-XXL and T5-small; matching for lookup at temperature 1; a CPU",

@@ -185,9 +185,8 @@ def test_training_from_texts_to_a_drafter(tmp_path: Path) -> None:
     assert [each.token_ids for each in drafted] == [
         each.token_ids for each in model.generate(sources, drafter="none", **options)
     ]
-    assert sum(each.stats.drafted for each in drafted) > 0
-    assert model.spec.auto
-    assert "streams" in str(model.drafter_of("auto").spec)
+    assert sum(each.stats.draft_nodes for each in drafted) > 0
+    assert str(model.spec) == "streams:tree=auto,copy=yes+prompt_lookup:tokens=auto"
 
 
 def test_kept_states_are_those_of_a_pass(tmp_path: Path) -> None:

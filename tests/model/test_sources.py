@@ -156,8 +156,8 @@ def test_what_does_not_fit_is_refused(folders: Folders, model: Model) -> None:
     decoder_only = load(folders.alone, dtype="float32")
     with pytest.raises(CapabilityError, match="the draft model reads a source text and the target reads no source"):
         decoder_only.generate(SOURCES[0], drafter=f"draft_model:model={folders.draft}")
-    with pytest.raises(CapabilityError, match="the drafter 'medusa' does not draft for encoder-decoder models; use"):
-        model.generate(SOURCES[0], drafter="medusa")
+    with pytest.raises(CapabilityError, match="the drafter 'eagle' does not draft for encoder-decoder models; use"):
+        model.generate(SOURCES[0], drafter="eagle")
     with pytest.raises(CapabilityError, match="this model writes a text about a source, so it has no score of a text"):
         model.score(SOURCES[0])
     with pytest.raises(InputError, match="the prompt is empty; give some text"):

@@ -73,7 +73,7 @@ def test_an_adapter_drafts_transcripts(
             drafting.transcribe(sounds, language="en", drafter=drafter, **options) for drafter in ("none", "streams")
         )
         assert [each.windows for each in drafted] == [each.windows for each in plain]
-        assert sum(each.stats.drafted for each in drafted) > 0
+        assert sum(each.stats.draft_nodes for each in drafted) > 0
     assert drafting.transcribe(sounds[0], language="en").drafter.startswith("streams")
 
 

@@ -255,6 +255,8 @@ def _train_method(command: str, config: MethodTrainConfig, given: dict[str, Any]
         timed = train_result.timing_pays(target) if config.timing is None else config.timing
         speeds, decoded = {}, {}
         tuned = record["target"]["fingerprint"] != target.fingerprint  # training made a target of its own
+        encoder = target.config.encoder
+        timed = timed and (encoder is None or not encoder.channels)  # prompts are decoded, not sounds
         if timed and run.held_out and not tuned:
             speeds = measured_speeds(target, config.out, run.own or run.held_out, shown)
         elif timed and run.held_out:
