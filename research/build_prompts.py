@@ -194,7 +194,7 @@ def searched(paths: Sequence[Path], rng: random.Random, scale: float) -> list[tu
 
 
 def unknown(prompts: Sequence[tuple[str, str]], known: frozenset[str]) -> list[tuple[str, str]]:
-    """Those that are not ``known``, cut to what a context holds."""
+    """The prompts that are not ``known``, cut to what a context holds."""
     return [(source, prompt[:4200]) for source, prompt in prompts if prompt[:4200] not in known]
 
 

@@ -50,7 +50,7 @@ class Replica:
 
     @property
     def next_end(self) -> float:
-        """When its next request ends."""
+        """The time at which its next request ends."""
         if not self.jobs:
             return math.inf
         left = max(0.0, self.jobs[0][0] - self.done)

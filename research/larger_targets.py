@@ -71,7 +71,7 @@ def _costs(passes: Result) -> list[str]:
 
 
 def _verdict(passes: Result, contenders: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:
-    """Which learned methods other than streams gain on the largest target, from its records."""
+    """Name the learned methods other than streams that gain on the largest target, from its records."""
     share = _shares(passes)[TARGET]
     free = max(width for width, ratio in share.items() if ratio <= 1.1)
     wide = min(width for width in share if width > free)
@@ -94,7 +94,7 @@ def _verdict(passes: Result, contenders: Sequence[tuple[str, Result, Result, Res
 
 
 def _carried(passes: Result, learned: Result) -> list[str]:
-    """What lengths on the default model would bring on the largest target."""
+    """The speedup that lengths on the default model would bring on the largest target."""
     share = _shares(passes)[TARGET]
     rows, best = [], dict[str, float]()
     for name, curve in learned["adapters"].items():

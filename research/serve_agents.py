@@ -170,7 +170,7 @@ def timed(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _says(event: dict[str, Any]) -> bool:
-    """Whether an event has text or a part of a call."""
+    """Return whether an event has text or a part of a call."""
     if str(event.get("type", "")).endswith(("_delta", ".delta")):
         return event["type"] != "message_delta"
     deltas = [choice.get("delta", {}) for choice in event.get("choices", ())]

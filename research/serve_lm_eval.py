@@ -84,7 +84,7 @@ def evaluated(program: str, kind: str, task: str, url: str, folder: Path) -> Ite
 
 
 def differences(model: Model, kind: str, task: str, sample: dict[str, Any]) -> list[float | str]:
-    """How a sample's results differ from the model's own: in log probabilities, or a text that is another one."""
+    """The difference of a sample's results from the model's own: in log probabilities, or another text."""
     asked = str(sample["doc"]["question"])
     if task == "words":
         options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0.0, "stop": ["\n"]}

@@ -1,4 +1,4 @@
-"""How trained methods learn from the same completions: their learning curves, from the logs of their trainings."""
+"""Learning curves of trained methods on the same completions, from the logs of their trainings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
 
 
 def _grows(curve: Result) -> bool:
-    """Whether the last evaluation gained over the one before it."""
+    """Return whether the last evaluation gained over the one before it."""
     held_out = [length for _, length in curve["held_out"]]
     return len(held_out) < 2 or held_out[-1] > (1 + STEADY) * held_out[-2]
 
