@@ -64,7 +64,13 @@ def test_the_first_step_is_the_papers_loss() -> None:
     assert all(parameter.grad is not None for parameter in made.parameters())
 
 
-@pytest.mark.parametrize("config", [EagleConfig(), EagleConfig(taps="1/2")], ids=["feature", "taps"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(EagleConfig(), id="feature"),
+        pytest.param(EagleConfig(taps="1/2"), id="taps", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_loss_falls_and_acceptance_rises(config: EagleConfig) -> None:
     made, texts = module(config, torch.arange(0, 19, 2)), examples()
     learner = EagleObjective(small(), made, LossOptions(unroll=3, noise=0.05))

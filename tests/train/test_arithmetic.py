@@ -95,7 +95,7 @@ def test_a_run_keeps_its_arithmetic() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(method, id=method.name, marks=() if method.name in ("streams", "eagle") else pytest.mark.thorough)
+        pytest.param(method, id=method.name, marks=() if method.name == "streams" else pytest.mark.thorough)
         for method in methods()
         if method.trained
     ],

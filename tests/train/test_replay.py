@@ -24,8 +24,15 @@ TREES = {
 REQUESTS = [request(n, n, 22, stop_ids=frozenset({2} if n % 2 else ())) for n in range(1, 11)]
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("config", [RICH, PARENT])
+# each config with one case in every run, their other combinations in the thorough one
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param(case, config, marks=() if (case, place) in {("llama", 0), ("gemma2", 1)} else pytest.mark.thorough)
+        for case in ("llama", "gemma2", "gpt2")
+        for place, config in enumerate((RICH, PARENT))
+    ],
+)
 def test_predicted_is_decoded(case: str, config: StreamConfig) -> None:
     target = small(case)
     adapter = small_adapter(target, config, torch.arange(0, VOCABULARY, 2))

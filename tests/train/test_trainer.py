@@ -104,7 +104,9 @@ def stop_at(step: int) -> Callable[[Progress], None]:
     return report
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 6, 7, 12, 14])
+@pytest.mark.parametrize(
+    "step", [1, 4, 14, *(pytest.param(step, marks=pytest.mark.thorough) for step in (3, 6, 7, 12))]
+)
 def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
     step: int, examples: list[Example], whole: tuple[Weights, dict[str, Any], Path], tmp_path: Path
 ) -> None:
