@@ -25,6 +25,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn, TypeGuard
 
@@ -34,7 +35,7 @@ from anabranch.sampling import SamplingParams
 
 __all__ = ["Peer", "PeerError"]
 
-_QUIT_SECONDS = 5.0
+_QUIT_SECONDS, _TURN_SECONDS = 5.0, 0.5
 _TAIL_LINES, _TAIL_BYTES = 3, 4000
 
 
@@ -196,7 +197,7 @@ class Peer:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         try:
-            line = self._lines.get(timeout=self.timeout)
+            line = self._next_line()
         except queue.Empty:
             self._fail(f"gave no answer to {request['op']!r} within {self.timeout:g} s and was stopped")
         except BaseException:  # Ctrl-C: a late answer must not be taken for the next prompt's
@@ -214,6 +215,17 @@ class Peer:
         if not reply["ok"]:
             self._fail(f"could not {request['op']}: {reply.get('error')}")
         return reply
+
+    def _next_line(self) -> bytes | None:
+        """The next line of output, None after the last one. Raises queue.Empty if there is none in time.
+
+        Waits in short turns: Python handles a signal that comes just before a wait only after it.
+        """
+        limit = time.monotonic() + self.timeout
+        while (left := limit - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return self._lines.get(timeout=min(left, _TURN_SECONDS))
+        raise queue.Empty
 
     def _fail(self, what: str) -> NoReturn:
         self._failure = what
