@@ -198,8 +198,16 @@ def test_a_cache_that_grew_in_inference_mode_is_written_outside_of_it(native: bo
     assert cache.keys.sum() == ones.numel()
 
 
-@pytest.mark.parametrize("memory", [110, 300, 900])
-@pytest.mark.parametrize("spec", ["none", "streams:tree=6"])
+@pytest.mark.parametrize(
+    ("spec", "memory"),
+    [
+        *(("none", 300), ("streams:tree=6", 110)),
+        *(
+            pytest.param(spec, memory, marks=pytest.mark.thorough)
+            for spec, memory in (("none", 110), ("none", 900), ("streams:tree=6", 300), ("streams:tree=6", 900))
+        ),
+    ],
+)
 def test_rows_wait_where_memory_does_not_suffice(spec: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, and with the same text; the first one is not slowed down by the others."""
     target = small()
@@ -270,6 +278,7 @@ def test_a_pass_that_runs_out_of_memory_is_run_again_with_fewer_rows(monkeypatch
     assert [ticket.emitted for ticket in again] == wanted
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory")
 def test_a_process_with_little_memory() -> None:
     """64 prompts of two tokens that may become long texts, in a process that may grow by 600 MB."""

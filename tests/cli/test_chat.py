@@ -303,6 +303,7 @@ def _long_answer(model: Model) -> tuple[str, str]:
     raise AssertionError("the toy has short answers only")
 
 
+@pytest.mark.thorough
 def test_ctrl_c_at_the_prompt_of_a_real_pipe(toys: ToyFolders) -> None:
     command = [*PROGRAM, "chat", "--model", str(toys.model), "--drafter", "none", "-n", "4", "--stats"]
     with subprocess.Popen(

@@ -19,6 +19,7 @@ from toy_text import ToyFolders
 INFO = "from anabranch.cli import main; main(['info'])"
 
 
+@pytest.mark.thorough
 def test_the_package_is_silent_unless_logging_is_configured(toys: ToyFolders) -> None:
     code = f"import anabranch; print(anabranch.load({str(toys.model)!r}, drafter='none').generate('a').text != '')"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)

@@ -60,15 +60,15 @@ def test_a_reader_that_has_ended(toys: ToyFolders, tmp_path: Path) -> None:
     assert quiet((tmp_path / "log").read_text())
 
 
+@pytest.mark.thorough  # each takes seconds to import PyTorch, and ends as those of the quick verbs do
 @pytest.mark.parametrize(
     ("streams", "status"),
     [
         (">&-", 1),
-        # each takes seconds to import PyTorch, and ends as those of the quick verbs do
-        pytest.param("2>/dev/full >out", 0, marks=pytest.mark.thorough),
-        pytest.param(">/dev/full", 1, marks=pytest.mark.thorough),
-        pytest.param("2>&- >out", 0, marks=pytest.mark.thorough),
-        pytest.param("<&- >out", 0, marks=pytest.mark.thorough),
+        ("2>/dev/full >out", 0),
+        (">/dev/full", 1),
+        ("2>&- >out", 0),
+        ("<&- >out", 0),
     ],
 )
 def test_a_text_that_is_lost(streams: str, status: int, toys: ToyFolders, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def trained(target: Target, folder: Path, **given: Any) -> tuple[dict[str, Any],
     return record, [line["loss"] for line in read_log(folder / "training")]
 
 
-@pytest.mark.parametrize("products", ["int8", "stored"])
+@pytest.mark.parametrize("products", [pytest.param("int8", marks=pytest.mark.thorough), "stored"])
 def test_losses_are_those_of_the_dequantised_target(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, products: str
 ) -> None:
