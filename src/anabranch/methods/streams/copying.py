@@ -13,8 +13,7 @@ a pointer (Merity et al. 2016). Below the last stream, children are copied only,
 this length goes on as it did before, times c.
 
 If fewer copied tokens were accepted in this text than expected, both are lowered in proportion. The native kernels
-compute the mixture (``draft.h``). Both tables were fitted by counts of
-accepted tokens, with ``research/fit_copying.py`` of commit cc84764.
+compute the mixture (``draft.h``). ``research/fit_copying.py`` fits both tables.
 """
 
 from __future__ import annotations
