@@ -153,7 +153,7 @@ def test_shapes_that_are_refused() -> None:
     assert len(DraftModule(small().config, TINY, torch.arange(VOCABULARY)).vocabulary) == VOCABULARY
     with pytest.raises(InputError, match="soft must be from 0 to 1, got 2"):
         LossOptions(soft=2)
-    with pytest.raises(InputError, match="num_layers 2, and this training asks for 3"):
+    with pytest.raises(InputError, match="num_layers 2, but this training uses 3"):
         begin_with(DraftModule(small().config, replace(TINY, num_layers=3)), module())
     fresh, trained = module(1), module(2)
     begin_with(fresh, trained)

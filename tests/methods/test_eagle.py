@@ -354,7 +354,7 @@ def test_configs_that_are_refused() -> None:
     for record in ({"taps": 3}, {"layers": "1"}):
         with pytest.raises(AdapterError, match=r"malformed|unknown field"):
             EagleConfig.from_dict(record)
-    with pytest.raises(InputError, match="it has taps '1/2', and this training asks for ''"):
+    with pytest.raises(InputError, match="it has taps '1/2', but this training uses ''"):
         begin_with(head(small()), head(small(), TAPS))
     fresh, trained = EagleModule(small().config, EagleConfig(), torch.arange(4)), head(small())
     begin_with(fresh, trained)

@@ -309,7 +309,7 @@ def test_weights_to_begin_with() -> None:
     assert torch.equal(fresh.weights[1][1:], trained.weights[1][[1, 8]])
     assert torch.equal(fresh.weights[1][0], target.head.weight[1])
     assert torch.equal(fresh.chain(2)[0].weight, trained.chain(2)[0].weight)
-    with pytest.raises(InputError, match="it has head own, and this training asks for shared"):
+    with pytest.raises(InputError, match="it has head 'own', but this training uses 'shared'"):
         begin_with(heads(target), trained)
 
 

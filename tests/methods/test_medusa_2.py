@@ -93,7 +93,7 @@ def test_heads_of_the_frozen_target_are_where_it_begins() -> None:
     randomise(fresh, 3)
     begin_with_heads(again, fresh)
     assert all(bool((a == b).all()) for a, b in zip(again.parameters(), fresh.parameters(), strict=True))
-    with pytest.raises(InputError, match="it has num_heads 3, and this training asks for 2"):
+    with pytest.raises(InputError, match="it has num_heads 3, but this training uses 2"):
         begin_with_heads(MedusaModule(target.config, MedusaConfig(2, lora_rank=2), None), trained)
     assert export_tuned(Path("unused"), trained, None) is None  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.drafting.head import RowVocabulary
-from anabranch.learning.examples import Batch, Example
+from anabranch.learning.examples import Batch, Example, grouped
 from anabranch.learning.loss import Vocabulary, hits
 from anabranch.learning.objective import Objective
 from anabranch.model.decoder import Decoder
@@ -82,9 +82,15 @@ class Accuracy:
     count_J: Tensor
 
     @staticmethod
-    def empty(top: int, predictors: int) -> Accuracy:
+    def empty(predictors: int, top: int = TOP) -> Accuracy:
         """Nothing counted yet."""
         return Accuracy(top, *(torch.zeros(predictors) for _ in range(3)))
+
+    def add(self, predictor: int, words: Vocabulary, states_MD: Tensor, tokens_M: Tensor) -> None:
+        """Count predictions from some states; ``tokens_M`` are the text's, as rows of ``words``."""
+        first, among = hits(words, states_MD, tokens_M, min(self.top, len(words.head_VD)))
+        for counts_J, count in ((self.first_J, first), (self.among_J, among), (self.count_J, len(tokens_M))):
+            counts_J[predictor] += count
 
     def shares(self) -> tuple[list[float], list[float]]:
         """The accuracy of the best token and of the ``top`` best, by predictor."""
@@ -172,10 +178,7 @@ class _Recorded:
 
 def _record(objective: StatePredictions[Any], examples: Sequence[Example], rows: int) -> Iterator[_Recorded]:
     """``rows`` completions at a time, alike in length."""
-    order = sorted(examples, key=len)
-    for first in range(0, len(order), rows):
-        group = order[first : first + rows]
-        batch = Batch.of(group)
+    for group, batch in grouped(examples, rows):
         frozen, device = objective.freeze(batch), objective.target.device
         segments = list(objective.segments(batch))
         states = [objective.states(frozen, batch.tokens_BT.to(device), positions) for positions, _ in segments]
@@ -209,10 +212,7 @@ def _score(total: Accuracy, recorded: _Recorded, objective: StatePredictions[Any
         index_BP = positions_BP + 2 + j
         inside_BP = recorded.real_BP & (index_BP < lengths_B[:, None])
         wanted_M = words.place[tokens_BT.gather(1, index_BP.clamp(max=tokens_BT.shape[1] - 1))[inside_BP]]
-        first, among = hits(words, given_BPJD[:, :, j][inside_BP], wanted_M, min(total.top, len(words.head_VD)))
-        total.first_J[j] += first
-        total.among_J[j] += among
-        total.count_J[j] += len(wanted_M)
+        total.add(j, words, given_BPJD[:, :, j][inside_BP], wanted_M)
 
 
 @torch.no_grad()
@@ -230,12 +230,11 @@ def replay_all(
     drafts: Mapping[str, Builder],
     examples: Sequence[Example],
     *,
-    top: int = TOP,
     rows: int = 16,
 ) -> tuple[dict[str, Replay], Accuracy]:
     """Replay ``examples`` with each of ``drafts`` and count correct predictions by predictor, with one target pass."""
     totals = {name: Replay() for name in drafts}
-    accuracy = Accuracy.empty(top, objective.predictors)
+    accuracy = Accuracy.empty(objective.predictors)
     for recorded in _record(objective, examples, rows):
         for name, draft in drafts.items():
             _walk(totals[name], recorded, draft)

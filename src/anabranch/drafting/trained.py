@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from anabranch.drafting.published import Layout
-from anabranch.errors import CapabilityError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Example
 from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe, Shape, Training
@@ -19,7 +19,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.load import Target
 from anabranch.model.passes import Rider
 
-__all__ = ["Learn", "Trainable", "Trained", "TrainedModule", "adopt_shape"]
+__all__ = ["Learn", "Trainable", "Trained", "TrainedModule", "adopt_shape", "check_shape"]
 
 T = TypeVar("T")
 
@@ -94,6 +94,16 @@ def adopt_shape(recipe: Recipe, config: Any) -> Recipe:
     kept = recipe.given | {"lora_rank"}
     shape = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in kept}
     return replace(recipe, config=replace(recipe.config, **shape))
+
+
+def check_shape(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise InputError if a trained module, with ``theirs`` as its config, has another shape than this training."""
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise InputError(
+                f"it has {name} {theirs[name]!r}, but this training uses {value!r}; give the same option, or start "
+                "from another adapter"
+            )
 
 
 @dataclass(frozen=True)

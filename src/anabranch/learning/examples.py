@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anabranch.model.encoder import Source
 
-__all__ = ["Batch", "Example"]
+__all__ = ["Batch", "Example", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,10 @@ class Batch:
             names, encoded = self.names[rows], self.encoded[rows]
             batches.append(Batch(tokens_BT, lengths_B, self.starts_B[rows], names, self.scored_BT, encoded))
         return batches
+
+
+def grouped(examples: Sequence[Example], rows: int = 16) -> Iterator[tuple[list[Example], Batch]]:
+    """Groups of ``rows`` examples of similar length, each with its batch."""
+    order = sorted(examples, key=len)
+    for first in range(0, len(order), rows):
+        yield (group := order[first : first + rows]), Batch.of(group)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from anabranch.model.decoder import Decoder
 
-__all__ = ["DistillationLoss", "Vocabulary", "VocabularyLoss", "hits"]
+__all__ = ["DistillationLoss", "Vocabulary", "VocabularyLoss", "distillation_loss", "hits", "vocabulary_loss"]
 
 CHUNK = 256  # predictions scored at once: 256 x 8,192 float32 are 8 MiB
-RANKED = 1024  # predictions ranked at once
 
 
 @dataclass(frozen=True)
@@ -173,11 +172,42 @@ class DistillationLoss(torch.autograd.Function):
         return to_states * upstream[0], to_head * upstream[0], None, None, None, None, None
 
 
+def vocabulary_loss(
+    words: Vocabulary,
+    states_MD: Tensor,
+    tokens_M: Tensor,
+    weight_M: Tensor,
+    teacher_MD: Tensor | None = None,
+    soft: float = 0.0,
+    cap: float | None = None,
+    taught_M: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``VocabularyLoss`` over the words of a batch."""
+    given = words.head_VD, words.bias_V, tokens_M, weight_M, teacher_MD, soft, cap, taught_M
+    scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(states_MD, *given)  # type: ignore[no-untyped-call]
+    return scores
+
+
+def distillation_loss(
+    states_MD: Tensor,
+    head_VD: Tensor,
+    tokens_M: Tensor,
+    teacher: Callable[[slice], Tensor],
+    soft: float,
+    bias_V: Tensor | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``DistillationLoss``."""
+    given = states_MD, head_VD, tokens_M, teacher, soft, bias_V, cap
+    scores: tuple[Tensor, Tensor] = DistillationLoss.apply(*given)  # type: ignore[no-untyped-call]
+    return scores
+
+
 def hits(words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, top: int) -> tuple[int, int]:
     """Count the tokens (rows of ``words``) with the highest score, and those with one of the ``top`` highest."""
     first = among = 0
-    for start in range(0, len(tokens_M), RANKED):
-        part = slice(start, start + RANKED)
+    for start in range(0, len(tokens_M), CHUNK):
+        part = slice(start, start + CHUNK)
         # a soft cap does not change the order of the logits, so ranks do not need it
         scores = F.linear(states_MD[part].to(words.head_VD.dtype), words.head_VD, words.bias_V)
         hit = scores.topk(top, dim=-1).indices == tokens_M[part, None]

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from anabranch.learning.examples import Batch, Example
-from anabranch.learning.target import Keeping
+from anabranch.learning.target import Keeping, frozen_target
+from anabranch.model.decoder import Decoder
 
-__all__ = ["Objective", "Scores", "Segment", "segments"]
+__all__ = ["FrozenObjective", "Objective", "Scores", "Segment", "segments"]
 
 F = TypeVar("F")
 
@@ -32,6 +33,11 @@ class Segment(NamedTuple):
 
     positions_BP: Tensor
     real_BP: Tensor
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Row and position of each real position, both [M]."""
+        rows = torch.arange(len(self.positions_BP), device=self.positions_BP.device)
+        return rows[:, None].expand_as(self.positions_BP)[self.real_BP], self.positions_BP[self.real_BP]
 
 
 @dataclass
@@ -80,6 +86,35 @@ class Objective(Protocol[F]):
         "by source"     the length by the examples' source
         Any other name is a length too, of a tree of another shape.
         """
+
+
+class FrozenObjective:
+    """The parts of an ``Objective`` that all with a frozen target share.
+
+    ahead    tokens from a position to the first one that is predicted there
+    segment  number of positions whose predictions are in memory at a time; None: all, since each needs the pass over
+             the whole text before it
+    run      runs the passes without gradients, on ``frozen``: a packed copy of the target where that is faster
+    """
+
+    ahead = 2
+    predictors = 1
+
+    def __init__(self, target: Decoder, frozen: Decoder | None, segment: int | None = None) -> None:
+        self.target, self.segment, self.run = target, segment, frozen_target(target, frozen)
+
+    def keep(self, keeping: Keeping) -> None:
+        """Keep the states of the frozen target."""
+        self.run = keeping(self.run)
+
+    def segments(self, batch: Batch) -> Iterator[Segment]:
+        """The positions that predictions are made at."""
+        size = self.segment or batch.tokens_BT.shape[1]
+        return segments(batch, size=size, ahead=self.ahead, device=self.target.device)
+
+    def predictions(self, batch: Batch) -> float:
+        """The number of predictions of all predictors, including those past the end of the text."""
+        return float((batch.lengths_B - self.ahead - batch.starts_B).clamp(min=0).sum()) * self.predictors
 
 
 def segments(batch: Batch, *, size: int, ahead: int, device: torch.device) -> Iterator[Segment]:

@@ -18,6 +18,7 @@ __all__ = [
     "MOST_RANK",
     "MOST_WIDTH",
     "RECOMPUTE",
+    "LossWeights",
     "Option",
     "Recipe",
     "Shape",
@@ -223,6 +224,26 @@ COMMON: dict[str, Option] = {
 RECOMPUTE: dict[str, Option] = {
     "recompute": Option(bool, "compute layers again for their gradients instead of keeping them; needs less memory"),
 }
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """The base class of the weights of a loss; ``decay`` and ``soft`` mean the same in all that have them.
+
+    least  the least values of others
+    """
+
+    least: ClassVar[tuple[tuple[str, float], ...]] = ()
+
+    def __post_init__(self) -> None:
+        decay, soft = getattr(self, "decay", 1.0), getattr(self, "soft", 0.0)
+        if not 0 < decay <= 1:
+            raise InputError(f"decay must be greater than 0 and at most 1, got {decay}")
+        if not 0 <= soft <= 1:
+            raise InputError(f"soft must be from 0 to 1, got {soft}")
+        for name, low in self.least:
+            if not getattr(self, name) >= low:
+                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

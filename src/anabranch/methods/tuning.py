@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,8 +21,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from anabranch.errors import CapabilityError
-from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import Vocabulary, VocabularyLoss
+from anabranch.learning.examples import Batch, Example, grouped
+from anabranch.learning.loss import Vocabulary, vocabulary_loss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.recompute import through
 from anabranch.learning.target import Keeping, RunTarget, TargetStates, frozen_target
@@ -49,6 +49,7 @@ __all__ = [
     "next_token_scores",
     "save_tuned",
     "tuned_pass",
+    "write_model",
 ]
 
 
@@ -65,7 +66,6 @@ class Tuning(Protocol):
 
 
 M = TypeVar("M", bound=Tuning)
-GENERATION = "generation_config.json"
 QUALITY = "next token"  # loss and accuracy of a tuned target, in evaluations
 
 
@@ -278,32 +278,21 @@ def next_token_scores(
     taught_BTD  the original target's, to distil from; None: nothing is distilled
     soft        share of the original target's distribution in the loss; the rest is the completion's token
     """
-    tokens_BT, (positions_BP, real_BP) = batch.tokens_BT.to(target.device), segment
-    rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
-    at_M = positions_BP[real_BP]
+    tokens_BT, (rows_M, at_M) = batch.tokens_BT.to(target.device), segment.places()
     words = Vocabulary.of(target, torch.arange(target.config.vocab_size, device=tokens_BT.device), tokens_BT)
-    scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        states_BTD[rows_M, at_M],
-        words.head_VD,
-        words.bias_V,
-        words.place[tokens_BT[rows_M, at_M + 1]],
-        torch.ones(len(at_M), device=tokens_BT.device),
-        None if taught_BTD is None or not soft else taught_BTD[rows_M, at_M],
-        soft,
-        target.config.logit_softcap,
-    )
-    return scores
+    wanted_M, weight_M = words.place[tokens_BT[rows_M, at_M + 1]], torch.ones(len(at_M), device=tokens_BT.device)
+    teacher_MD = None if taught_BTD is None or not soft else taught_BTD[rows_M, at_M]
+    cap = target.config.logit_softcap
+    return vocabulary_loss(words, states_BTD[rows_M, at_M], wanted_M, weight_M, teacher_MD, soft, cap)
 
 
 @torch.no_grad()
 def next_token_quality(
-    target: Decoder, states: Callable[[Batch], Tensor], examples: Sequence[Example], *, rows: int = 16
+    target: Decoder, states: Callable[[Batch], Tensor], examples: Sequence[Example]
 ) -> dict[str, float]:
     """The loss a token, and the share of right tokens, of a target on completions; ``states`` runs it: [B, T, D]."""
     loss = right = count = 0.0
-    order = sorted(examples, key=len)
-    for first in range(0, len(order), rows):
-        batch = Batch.of(order[first : first + rows])
+    for _, batch in grouped(examples):
         states_BTD = states(batch)
         for segment in segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=target.device):
             summed, right_M = next_token_scores(target, batch, states_BTD, segment)
@@ -346,18 +335,28 @@ def save_tuned(folder: Path, layers: nn.ModuleList, target: Target, *, needs: st
         assert isinstance(block, Block)
         assert isinstance(side, LayerTuning)
         side.merge(block)
+    generation = None if target.path is None else target.path / "generation_config.json"
+    if generation is not None and generation.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(generation, folder / generation.name)
+    write_model(folder, decoder, described, target.tokenizer)
+    return load_target(str(folder), dtype=target.decoder.dtype, device=str(target.decoder.device))
+
+
+def write_model(
+    folder: Path, decoder: Decoder, described: Mapping[str, Any], tokenizer: Any, dtype: torch.dtype | None = None
+) -> None:
+    """Write a decoder as a model folder; ``described`` is its config.json, which says that the folder is finished."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in sorted(decoder.named_parameters()):
         names = [alternatives[0] for alternatives in weight_source(decoder.config, name).tensors]
-        parts = torch.split(parameter.detach(), module_rows(decoder.config, len(names), len(parameter)))
+        whole = parameter.detach().to("cpu", dtype or parameter.dtype)
+        parts = torch.split(whole, module_rows(decoder.config, len(names), len(whole)))
         tensors.update((each, part.clone()) for each, part in zip(names, parts, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-    target.tokenizer.save_pretrained(folder)
-    if target.path is not None and (target.path / GENERATION).is_file():
-        shutil.copyfile(target.path / GENERATION, folder / GENERATION)
+    tokenizer.save_pretrained(folder)
     write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
-    return load_target(str(folder), dtype=target.decoder.dtype, device=str(target.decoder.device))
 
 
 def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | None:

@@ -6,27 +6,24 @@ V vocabulary of the target, D width of the draft model.
 from __future__ import annotations
 
 import copy
-import json
 from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from anabranch.drafting.trained import TrainedModule
+from anabranch.drafting.trained import TrainedModule, check_shape
 from anabranch.errors import InputError
 from anabranch.learning.recompute import through
 from anabranch.methods.draft_model.recipes import DraftConfig
+from anabranch.methods.tuning import write_model
 from anabranch.model.backends import backend_for
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.families import weight_source
 from anabranch.model.load import Target
 from anabranch.model.pack import pack_decoder
-from anabranch.support.files import write_atomically
 
 __all__ = ["DraftConfig", "DraftModule", "begin_with", "decoder_of", "export", "start_from_target"]
 
@@ -106,10 +103,7 @@ def start_from_target(target: Decoder, module: DraftModule) -> None:
 
 def begin_with(module: DraftModule, trained: DraftModule) -> None:
     """Copy the weights of a trained draft model of the same shape. Raises InputError."""
-    mine, theirs = module.config.to_dict(), trained.config.to_dict()
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise InputError(f"it has {name} {theirs[name]}, and this training asks for {value}; give the same option")
+    check_shape(module.config.to_dict(), trained.config.to_dict())
     module.load_state_dict(trained.state_dict())
 
 
@@ -131,11 +125,6 @@ def decoder_of(module: DraftModule, target: Decoder) -> Decoder:
 def export(folder: Path, module: DraftModule, target: Target) -> None:
     """Write the draft model as a folder that ``anabranch.load`` and ``draft_model:model=`` read."""
     config = module.model.config
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in sorted(module.model.named_parameters()):
-        names = [alternatives[0] for alternatives in weight_source(config, name).tensors]
-        parts = parameter.detach().to("cpu", torch.bfloat16).chunk(len(names))  # q, k, v are alike, and gate and up
-        tensors.update((each, part.clone()) for each, part in zip(names, parts, strict=True))
     described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -155,7 +144,4 @@ def export(folder: Path, module: DraftModule, target: Target) -> None:
         "bos_token_id": config.bos_token_id,
         "torch_dtype": "bfloat16",
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
-    target.tokenizer.save_pretrained(folder)
-    write_atomically(folder / "config.json", json.dumps(described, indent=2) + "\n")
+    write_model(folder, module.model, described, target.tokenizer, torch.bfloat16)

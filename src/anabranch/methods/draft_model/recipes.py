@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, MOST_WIDTH, RECOMPUTE, Option, Recipe, Shape, Training, TrainOptions
+from anabranch.learning.recipe import (
+    COMMON,
+    MOST_WIDTH,
+    RECOMPUTE,
+    LossWeights,
+    Option,
+    Recipe,
+    Shape,
+    Training,
+    TrainOptions,
+)
 from anabranch.model.config import ModelConfig, RopeConfig
 
 __all__ = ["TRAINING", "DraftConfig", "LossOptions"]
@@ -60,17 +70,13 @@ class DraftConfig(Shape):
 
 
 @dataclass(frozen=True)
-class LossOptions:
+class LossOptions(LossWeights):
     """Weights of the loss.
 
     soft  share of the target's distribution in the training target; the rest is the completion's token
     """
 
     soft: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
 
 
 _RECIPES = {

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.drafting.trained import TrainedModule
+from anabranch.drafting.trained import TrainedModule, check_shape
 from anabranch.errors import InputError
 from anabranch.methods.eagle.recipes import EagleConfig
 from anabranch.model.blocks import Block, Norm, attention
@@ -134,11 +134,6 @@ class EagleModule(TrainedModule):
 
 def begin_with(module: EagleModule, trained: EagleModule) -> None:
     """Copy the weights of a trained head of the same shape; the draft vocabulary stays. Raises InputError."""
-    mine, theirs = module.config.to_dict(), trained.config.to_dict()
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise InputError(
-                f"it has {name} {theirs[name]!r}, and this training asks for {value!r}; give the same option"
-            )
+    check_shape(module.config.to_dict(), trained.config.to_dict())
     weights = {name: value for name, value in trained.state_dict().items() if name != "vocabulary"}
     module.load_state_dict(weights, strict=False)

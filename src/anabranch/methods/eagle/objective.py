@@ -10,7 +10,7 @@ B rows, T text length, I = T - 1 positions of the head, P positions of a segment
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Row
 from anabranch.drafting.replay import Accuracy, Replay, evaluation, replay_drafter
-from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import Vocabulary, VocabularyLoss, hits
-from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.target import Keeping, frozen_target
+from anabranch.learning.examples import Batch, Example, grouped
+from anabranch.learning.loss import Vocabulary, vocabulary_loss
+from anabranch.learning.objective import FrozenObjective, Scores, Segment
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.layer import new_layer
 from anabranch.methods.eagle.module import EagleModule
@@ -32,8 +31,6 @@ from anabranch.model.decoder import Decoder
 
 __all__ = ["EagleObjective", "Frozen", "LossOptions"]
 
-TOP = 8  # accuracy counts a token among that many best, too
-ROWS = 16  # completions replayed side by side
 DEPTH = 5
 TREES = {"tree": "best", "chain": "chain", "static tree": "static"}  # that are replayed
 
@@ -46,21 +43,18 @@ class Frozen:
     taps: tuple[Tensor, ...]
 
 
-class EagleObjective:
-    """Training objective of a head with a frozen target; an ``Objective``.
-
-    frozen  runs the passes without gradients: a packed copy of the target where that is faster
-    """
+class EagleObjective(FrozenObjective):
+    """The ``Objective`` of a head with a frozen target."""
 
     predictor = "step"
+    ahead = 1
 
     def __init__(
         self, target: Decoder, module: EagleModule, options: LossOptions | None = None, *, frozen: Decoder | None = None
     ) -> None:
-        self.target, self.module = target, module
-        self.options = options or LossOptions()
+        super().__init__(target, frozen)
+        self.module, self.options = module, options or LossOptions()
         self.frozen = target if frozen is None else frozen
-        self.run = frozen_target(target, self.frozen)
         self.predictors = self.options.unroll
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
@@ -73,14 +67,6 @@ class EagleObjective:
         layers = self.module.config.layers
         states = self.run(batch, taps=layers)
         return Frozen(states.hidden_BTD, tuple(states.taps[layer] for layer in layers))
-
-    def keep(self, keeping: Keeping) -> None:
-        """Keep the states of the frozen target."""
-        self.run = keeping(self.run)
-
-    def segments(self, batch: Batch) -> Iterator[Segment]:
-        """All positions of the completions at once: each needs the pass over the whole text before it."""
-        return segments(batch, size=batch.tokens_BT.shape[1], ahead=1, device=self.target.device)
 
     def predictions(self, batch: Batch) -> float:
         """Tokens of the completions that the head can predict, times the steps."""
@@ -110,17 +96,15 @@ class EagleObjective:
         noise = torch.rand(states.shape, generator=chance).to(states.device, states.dtype) - 0.5
         return states + noise * (2 * self.options.noise * states.abs().mean())
 
-    def _scored(self, batch: Batch, segment: Segment) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _scored(segment: Segment) -> tuple[Tensor, Tensor]:
         """Rows and positions [M] whose next tokens are predicted: by the head's position before them."""
-        positions_BP, real_BP = segment
-        real_BP = real_BP & (positions_BP > 0)
-        rows_M = torch.arange(batch.size, device=positions_BP.device)[:, None].expand_as(positions_BP)[real_BP]
-        return rows_M, positions_BP[real_BP]
+        return segment._replace(real_BP=segment.real_BP & (segment.positions_BP > 0)).places()
 
     def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
         """The loss of a batch: a sum over its predictions in all steps."""
         options, words = self.options, self.vocabulary(batch)
-        rows_M, places_M = self._scored(batch, segment)
+        rows_M, places_M = self._scored(segment)
         tokens_BT = batch.tokens_BT.to(self.target.device)
         wanted_M = words.place[tokens_BT[rows_M, places_M + 1]]
         true_MD = frozen.hidden_BTD[rows_M, places_M]
@@ -130,10 +114,8 @@ class EagleObjective:
             known_M = places_M > step  # a draft that deep begins at a position of the head
             features_MD, true = features_BID[rows_M, places_M - 1][known_M], true_MD[known_M]
             weight_M = torch.full((len(true),), options.decay**step, device=total.device)
-            scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-                *(self.module.states(features_MD), words.head_VD, words.bias_V, wanted_M[known_M], weight_M),
-                *(true, options.soft, self.target.config.logit_softcap),
-            )
+            states_MD, cap = self.module.states(features_MD), self.target.config.logit_softcap
+            scores = vocabulary_loss(words, states_MD, wanted_M[known_M], weight_M, true, options.soft, cap)
             total = total + options.token * scores[0]
             if options.feature and not frozen.taps:
                 distance = F.smooth_l1_loss(features_MD.float(), true.float(), reduction="none").mean(-1)
@@ -146,12 +128,9 @@ class EagleObjective:
         """Predicted mean acceptance length of greedy decoding and accuracy; "tree" is the default tree of 16 nodes."""
         settings = {name: EagleSettings(tree, depth=DEPTH, k=16) for name, tree in TREES.items()}
         settings |= {f"{n} nodes": EagleSettings(nodes=n, depth=DEPTH, k=16) for n in nodes}
-        totals, accuracy = {name: Replay() for name in settings}, Accuracy.empty(TOP, self.predictors)
-        order = sorted(examples, key=len)
+        totals, accuracy = {name: Replay() for name in settings}, Accuracy.empty(self.predictors)
         layer = new_layer(self.frozen, self.module)  # as it will draft
-        for first in range(0, len(order), ROWS):
-            group = order[first : first + ROWS]
-            batch = Batch.of(group)
+        for group, batch in grouped(examples):
             frozen = self.freeze(batch)
             self._score(accuracy, batch, frozen)
             with torch.autocast(self.target.device.type, enabled=False), self.frozen.decoding():
@@ -174,13 +153,9 @@ class EagleObjective:
     def _score(self, accuracy: Accuracy, batch: Batch, frozen: Frozen) -> None:
         words, tokens_BT = self.vocabulary(batch), batch.tokens_BT.to(self.target.device)
         for segment in self.segments(batch):
-            rows_M, places_M = self._scored(batch, segment)
+            rows_M, places_M = self._scored(segment)
             wanted_M = words.place[tokens_BT[rows_M, places_M + 1]]
             for step, features_BID in enumerate(self.unrolled(batch, frozen)):
                 known_M = places_M > step
                 states_MD = self.module.states(features_BID[rows_M, places_M - 1][known_M])
-                top = min(TOP, len(words.head_VD))
-                first, among = hits(words, states_MD, wanted_M[known_M], top)
-                accuracy.first_J[step] += first
-                accuracy.among_J[step] += among
-                accuracy.count_J[step] += int(known_M.sum())
+                accuracy.add(step, words, states_MD, wanted_M[known_M])

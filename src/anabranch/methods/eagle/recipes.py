@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, Option, Recipe, Shape, Training, TrainOptions
+from anabranch.learning.recipe import COMMON, LossWeights, Option, Recipe, Shape, Training, TrainOptions
 from anabranch.support.jsonfiles import shown
 
 __all__ = ["TRAINING", "EagleConfig", "LossOptions"]
@@ -51,7 +51,7 @@ class EagleConfig(Shape):
 
 
 @dataclass(frozen=True)
-class LossOptions:
+class LossOptions(LossWeights):
     """Weights of the loss.
 
     feature  weight of the Smooth-L1 distance of the features; not used with taps, where the head's features are its own
@@ -62,6 +62,7 @@ class LossOptions:
     noise    half the range of uniform noise added to the target's features, times their mean absolute value
     """
 
+    least = (("feature", 0), ("token", 0), ("noise", 0))
     feature: float = 0.2
     token: float = 1.0
     soft: float = 0.9
@@ -70,15 +71,9 @@ class LossOptions:
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("feature", "token", "noise"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
+        super().__post_init__()
         if not self.feature + self.token:
             raise InputError("feature and token are both 0, so there is nothing to learn; give one of them a weight")
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
-        if not 0 < self.decay <= 1:
-            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
         if not 1 <= self.unroll <= MOST_STEPS:
             raise InputError(f"unroll must be from 1 to {MOST_STEPS}, got {self.unroll}")
 

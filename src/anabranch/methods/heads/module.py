@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, matrix_weights, parameters
 from anabranch.drafting.head import DraftHead
-from anabranch.drafting.trained import TrainedModule
-from anabranch.errors import InputError
+from anabranch.drafting.trained import TrainedModule, check_shape
 from anabranch.learning.loss import Vocabulary
 from anabranch.methods.heads.recipes import HeadConfig
 from anabranch.model.config import ModelConfig
@@ -189,10 +188,7 @@ def begin_with(module: DraftHeads, trained: DraftHeads) -> None:
 
     The module keeps its own draft vocabulary: tokens that the trained heads do not draft keep their rows.
     """
-    mine, theirs = module.config.to_dict(), trained.config.to_dict()
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise InputError(f"it has {name} {theirs[name]}, and this training asks for {value}; give the same option")
+    check_shape(module.config.to_dict(), trained.config.to_dict())
     weights = {
         name: value
         for name, value in trained.state_dict().items()

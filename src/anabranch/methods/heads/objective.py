@@ -8,7 +8,7 @@ B rows, T text length, P positions of a segment, K heads, D model width, M posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from anabranch.drafting.head import RowVocabulary
 from anabranch.drafting.replay import evaluation, replay_all
 from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import DistillationLoss, Vocabulary, VocabularyLoss
-from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.target import Keeping, TargetStates, frozen_target
+from anabranch.learning.loss import Vocabulary, distillation_loss, vocabulary_loss
+from anabranch.learning.objective import FrozenObjective, Scores, Segment
+from anabranch.learning.target import TargetStates
 from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
 from anabranch.methods.heads.module import DraftHeads
 from anabranch.methods.heads.recipes import LossOptions
@@ -62,13 +62,12 @@ class _FromTarget:
         return self.draft.build(self.draft.states(states_BSD[:, 0]), roots, rows)
 
 
-class HeadObjective:
-    """Training objective of draft heads with a frozen target; an ``Objective``.
+class HeadObjective(FrozenObjective):
+    """The ``Objective`` of draft heads with a frozen target; head 1 predicts the token two positions later.
 
-    draft    (target, module, shape) -> builds the trees of a shape, for evaluation
-    segment  number of positions whose predictions are in memory at a time; a module whose heads read more than the
-             target's states is trained on whole texts
-    frozen   runs the passes without gradients: a packed copy of the target where that is faster
+    draft  (target, module, shape) -> builds the trees of a shape, for evaluation
+
+    A module whose heads read more than the target's states is trained on whole texts.
     """
 
     predictor = "head"
@@ -83,27 +82,13 @@ class HeadObjective:
         segment: int = 128,
         frozen: Decoder | None = None,
     ) -> None:
-        self.target, self.module, self.draft, self.segment = target, module, draft, segment
-        self.options = options or LossOptions()
-        self.run = frozen_target(target, frozen)
+        super().__init__(target, frozen, None if module.reads_texts else segment)
+        self.module, self.draft, self.options = module, draft, options or LossOptions()
         self.predictors = module.config.num_heads
 
     def freeze(self, batch: Batch) -> Tensor:
         """The target's states after the last norm [B, T, D]."""
         return self.run(batch).hidden_BTD
-
-    def keep(self, keeping: Keeping) -> None:
-        """Keep the states of the frozen target."""
-        self.run = keeping(self.run)
-
-    def segments(self, batch: Batch) -> Iterator[Segment]:
-        """The positions that heads predict from; head 1 of a position predicts the token two positions later."""
-        size = batch.tokens_BT.shape[1] if self.module.reads_texts else self.segment
-        return segments(batch, size=size, ahead=2, device=self.target.device)
-
-    def predictions(self, batch: Batch) -> float:
-        """The number of predictions of all heads, including those past the end of the text."""
-        return float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * self.predictors
 
     def loss(self, batch: Batch, frozen: Tensor, segment: Segment) -> Scores:
         """The loss of one segment: a sum over its predictions."""
@@ -126,10 +111,8 @@ class HeadObjective:
         return Scores(loss, right_MK.sum(0).float(), goals.inside_MK.sum(0).float())
 
     def _goals(self, batch: Batch, states_BTD: Tensor, segment: Segment) -> _Predictions:
-        positions_BP, real_BP = segment
         tokens_BT, lengths_B = batch.tokens_BT.to(self.target.device), batch.lengths_B.to(self.target.device)
-        rows_M = torch.arange(batch.size, device=tokens_BT.device)[:, None].expand_as(positions_BP)[real_BP]
-        places_M = positions_BP[real_BP]
+        rows_M, places_M = segment.places()
         after_MK = places_M[:, None] + torch.arange(1, self.predictors + 1, device=tokens_BT.device)
         inside_MK = after_MK + 1 < lengths_B[rows_M, None]
         last = tokens_BT.shape[1] - 1
@@ -146,19 +129,12 @@ class HeadObjective:
         inside, (rows_MK, at_MK) = goals.inside_MK, goals.teacher_at
         weights_K = self.options.decay ** torch.arange(self.predictors, device=inside.device)
         teacher = frozen[rows_MK[inside], at_MK[inside]] if self.options.soft else None
-        scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-            states_MKD[inside],
-            words.head_VD,
-            words.bias_V,
-            words.place[goals.wanted_MK[inside]],
-            weights_K.expand_as(inside)[inside],
-            teacher,
-            self.options.soft,
-            self.target.config.logit_softcap,
-        )
+        wanted, weights = words.place[goals.wanted_MK[inside]], weights_K.expand_as(inside)[inside]
+        soft, cap = self.options.soft, self.target.config.logit_softcap
+        loss, right = vocabulary_loss(words, states_MKD[inside], wanted, weights, teacher, soft, cap)
         right_MK = torch.zeros_like(inside)
-        right_MK[inside] = scores[1]
-        return scores[0], right_MK
+        right_MK[inside] = right
+        return loss, right_MK
 
     def _own(
         self, goals: _Predictions, states_MKD: Tensor, frozen: Tensor, words: Sequence[Vocabulary]
@@ -178,17 +154,10 @@ class HeadObjective:
                     z = F.linear(hidden_mD[part].to(head_VD.dtype), head_VD, bias).float()
                     return (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
 
-            scores: tuple[Tensor, Tensor] = DistillationLoss.apply(  # type: ignore[no-untyped-call]
-                states_MKD[inside_M, k],
-                vocabulary.head_VD,
-                place_M[inside_M],
-                teacher,
-                self.options.soft,
-                vocabulary.bias_V,
-                cap,
-            )
-            total = total + self.options.decay**k * scores[0]
-            right_MK[inside_M, k] = scores[1]
+            given = states_MKD[inside_M, k], vocabulary.head_VD, place_M[inside_M]
+            loss, right = distillation_loss(*given, teacher, self.options.soft, vocabulary.bias_V, cap)
+            total = total + self.options.decay**k * loss
+            right_MK[inside_M, k] = right
         return total, right_MK
 
     # -- evaluation by replay ----------------------------------------------------------------------------

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, Option, Shape
+from anabranch.learning.recipe import COMMON, LossWeights, Option, Shape
 
 __all__ = ["MOST_HEADS", "OPTIONS", "HeadConfig", "LossOptions"]
 
@@ -31,7 +30,7 @@ class HeadConfig(Shape):
 
 
 @dataclass(frozen=True)
-class LossOptions:
+class LossOptions(LossWeights):
     """Weights of the loss.
 
     decay  the weight of head k is decay ** (k - 1)
@@ -40,12 +39,6 @@ class LossOptions:
 
     decay: float = 0.8
     soft: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
 
 
 OPTIONS: dict[str, Option] = {

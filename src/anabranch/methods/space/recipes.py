@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from anabranch.errors import InputError
-from anabranch.learning.recipe import COMMON, MOST_RANK, RECOMPUTE, Option, Recipe, Shape, Training, TrainOptions
+from anabranch.learning.recipe import (
+    COMMON,
+    MOST_RANK,
+    RECOMPUTE,
+    LossWeights,
+    Option,
+    Recipe,
+    Shape,
+    Training,
+    TrainOptions,
+)
 from anabranch.methods.streams.recipes import MOST_STREAMS, LossOptions
 
 __all__ = ["TRAINING", "TUNED_UNIT", "MaskConfig", "MaskLossOptions"]
@@ -36,24 +46,23 @@ class MaskConfig(Shape):
 
 
 @dataclass(frozen=True)
-class MaskLossOptions:
+class MaskLossOptions(LossWeights):
     """Weights of the loss; ``decay`` and ``soft`` are those of streams (``LossOptions``).
 
     stride  masks are trained behind every n-th position
     masks   weight of the masks beside the tuned target's own next token, where the target is tuned too
     """
 
+    least = (("stride", 1),)
     decay: float = 0.8
     soft: float = 0.5
     stride: int = 4
     masks: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise InputError(f"stride must be at least 1, got {self.stride}")
+        super().__post_init__()
         if not self.masks > 0:
             raise InputError(f"masks must be greater than 0, got {self.masks}")
-        _ = self.of_streams
 
     @property
     def of_streams(self) -> LossOptions:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.drafting.trained import adopt_shape
-from anabranch.errors import InputError
+from anabranch.drafting.trained import adopt_shape, check_shape
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import Recipe
 from anabranch.learning.target import run_frozen
@@ -169,12 +168,7 @@ def begin_with(adapter: StreamAdapter, trained: StreamAdapter) -> None:
     lower = mine["num_stream_layers"] - theirs["num_stream_layers"]
     for name in ("num_streams", "num_stream_layers", *RANKS):
         theirs[name] = mine[name] if mine[name] > theirs[name] else theirs[name]
-    for name, value in mine.items():
-        if theirs[name] != value:
-            raise InputError(
-                f"it has {name} {theirs[name]!r}, but this training uses {value!r}; start from another adapter or give "
-                "the same option"
-            )
+    check_shape(mine, theirs)
     weights = {name: value for name, value in trained.state_dict().items() if name != "vocabulary"}
     for name in ("embeddings", "root.streams"):  # one row per stream
         if more > 0 and name in weights:

@@ -9,7 +9,7 @@ B rows, T text length, P positions of a segment, S streams, D width, M scored (p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from anabranch.drafting.replay import evaluation, replay_all
 from anabranch.errors import InputError
 from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import Vocabulary, VocabularyLoss
-from anabranch.learning.objective import Scores, Segment, segments
-from anabranch.learning.target import Keeping, TargetStates, frozen_target
+from anabranch.learning.loss import Vocabulary, vocabulary_loss
+from anabranch.learning.objective import FrozenObjective, Scores, Segment
+from anabranch.learning.target import Keeping, TargetStates
 from anabranch.methods.streams.adapter import StreamModule
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.prune import early_exit_logits
@@ -94,12 +94,8 @@ def emitted_tokens(
     return embeddings if riding_BP is None else embeddings.masked_fill(riding_BP[:, :, None], 0.0)
 
 
-class StreamObjective:
-    """The ``Objective`` of a stream adapter.
-
-    segment  number of positions whose streams are in memory at a time
-    frozen   the decoder for passes without gradients: a packed copy of the target if that is faster
-    """
+class StreamObjective(FrozenObjective):
+    """The ``Objective`` of a stream adapter; stream 1 of a position predicts the token two positions later."""
 
     def __init__(
         self,
@@ -110,7 +106,8 @@ class StreamObjective:
         segment: int = 128,
         frozen: Decoder | None = None,
     ) -> None:
-        self.target, self.adapter, self.segment = target, adapter, segment
+        super().__init__(target, frozen, segment)
+        self.adapter = adapter
         self.options = options or LossOptions()
         if adapter.shape.mode == "lossless" and (self.options.main or self.options.streams != 1 or self.options.detach):
             raise InputError(
@@ -119,7 +116,6 @@ class StreamObjective:
             )
         if self.options.rounding and adapter.shape.mode != "lossless":
             raise InputError("rounding is for streams of a frozen target (mode 'lossless')")
-        self.run = frozen_target(target, frozen)
         self.predictor, self.predictors = adapter.predictor, adapter.shape.num_streams
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
@@ -148,14 +144,6 @@ class StreamObjective:
     def keep(self, keeping: Keeping) -> None:
         """Keep the states of the frozen target."""
         self.run = keeping(self.run, started=True)
-
-    def segments(self, batch: Batch) -> Iterator[Segment]:
-        """The positions with streams; stream 1 of a position predicts the token two positions later."""
-        return segments(batch, size=self.segment, ahead=2, device=self.target.device)
-
-    def predictions(self, batch: Batch) -> float:
-        """The number of predictions of all streams, including those past the end of the text."""
-        return float((batch.lengths_B - 2 - batch.starts_B).clamp(min=0).sum()) * self.predictors
 
     def states(
         self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None = None
@@ -207,10 +195,7 @@ class StreamObjective:
         soft = self.options.soft if teacher is not None else 0.0
         states_TD, taught_M = teacher or (None, None)
         cap = self.target.config.logit_softcap
-        scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-            states_MD, words.head_VD, words.bias_V, tokens_M, weight_M, states_TD, soft, cap, taught_M
-        )
-        return scores
+        return vocabulary_loss(words, states_MD, tokens_M, weight_M, states_TD, soft, cap, taught_M)
 
     def loss(self, batch: Batch, frozen: Frozen, segment: Segment) -> Scores:
         """The loss of one segment: a sum over its predictions."""

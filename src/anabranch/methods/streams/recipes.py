@@ -27,6 +27,7 @@ from anabranch.learning.recipe import (
     MOST_RANK,
     MOST_WIDTH,
     RECOMPUTE,
+    LossWeights,
     Option,
     Recipe,
     Shape,
@@ -134,7 +135,7 @@ class StreamConfig(Shape):
 
 
 @dataclass(frozen=True)
-class LossOptions:
+class LossOptions(LossWeights):
     """Weights of the loss.
 
     main            alpha_0: weight of the main rows' next token, in shared mode
@@ -150,6 +151,7 @@ class LossOptions:
                     native kernels do, in lossless mode
     """
 
+    least = (("unconditioned", 0), ("pruning", 0), ("pruning_stride", 1), ("main", 0))
     decay: float = 0.8
     soft: float = 0.5
     unconditioned: float = 0.1
@@ -161,15 +163,9 @@ class LossOptions:
     rounding: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise InputError(f"decay must be greater than 0 and at most 1, got {self.decay}")
-        if not 0 <= self.soft <= 1:
-            raise InputError(f"soft must be from 0 to 1, got {self.soft}")
+        super().__post_init__()
         if not self.streams > 0:
             raise InputError(f"streams must be greater than 0, got {self.streams}")
-        for name, low in (("unconditioned", 0), ("pruning", 0), ("pruning_stride", 1), ("main", 0)):
-            if not getattr(self, name) >= low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
 
 _DEFAULT = StreamConfig(
