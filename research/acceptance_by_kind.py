@@ -105,7 +105,7 @@ def lengths(target: Target, adapter: Any, examples: dict[str, list[Example]], no
     trained = adapter.method.trained
     decoder = learner_of(target.decoder, "stored", torch.float32)
     recipe, frozen = trained.training.recipe(), packed_copy(target)
-    objective = trained.objective(decoder, adapter.module.float(), recipe, frozen=frozen)
+    objective = trained.learn(decoder, adapter.module.float(), recipe, frozen=frozen)
     found = {}
     for kind, rows in examples.items():
         evaluation = objective.evaluate(rows, nodes=nodes)

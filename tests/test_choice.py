@@ -307,7 +307,7 @@ def test_what_was_learned_is_kept_for_the_next_load(home: Path, monkeypatch: pyt
 def test_a_file_that_is_damaged_counts_as_missing(home: Path, text: str) -> None:
     target = as_target(small())
     known = adapters(target.decoder)
-    path = Situation.of(target, known).choice_path()
+    path = Situation.of(target, known).path("yields")
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")
     choice = settle(target, known).choice
@@ -327,14 +327,14 @@ def test_what_is_old_or_of_other_adapters_is_not_used(home: Path, monkeypatch: p
     assert choice.choose({"one": 1.5, "other": 1.5}, 1) == "other", "what tune measured is used"
     speedups = {name: found.speedup for name, found in choice.yields()[1].items()}
     assert speedups == pytest.approx({"one": 1.5, "other": 2.0}, rel=1e-4)
-    record = json.loads(situation.choice_path().read_text(encoding="utf-8"))
+    record = json.loads(situation.path("yields").read_text(encoding="utf-8"))
     record["date"] = (date.today() - timedelta(days=profiles.DAYS + 1)).isoformat()
-    situation.choice_path().write_text(json.dumps(record), encoding="utf-8")
+    situation.path("yields").write_text(json.dumps(record), encoding="utf-8")
     choice = settle(target, known).choice
     assert choice is not None
     assert not choice.yields()
     monkeypatch.setattr(profiles, "processor_name", lambda: "another")
-    assert Situation.of(target, known).choice_path() != situation.choice_path()
+    assert Situation.of(target, known).path("yields") != situation.path("yields")
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

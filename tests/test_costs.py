@@ -153,7 +153,7 @@ def test_a_later_load_remembers(home: Path) -> None:
 
 def test_old_or_damaged_costs_are_measured_again(home: Path) -> None:
     target = as_target(small())
-    path = Situation.of(target).costs_path()
+    path = Situation.of(target).path("costs")
     with measured("1:1/24:1.5"):
         settle(target)
     old = (date.today() - timedelta(days=profiles.DAYS + 1)).isoformat()

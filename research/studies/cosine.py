@@ -142,7 +142,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
             continue
         setup.report(f"heads of {label}")
         recipe = trained.training.recipe()
-        objective: Any = trained.objective(target, each.module, recipe, frozen=target)
+        objective: Any = trained.learn(target, each.module, recipe, frozen=target)
         heads[label] = heads_similarity(target, objective, examples)
     tokens = sum(len(example.answer_ids) for example in examples)
     return {**found, "heads": heads, "texts": len(examples), "tokens": tokens}

@@ -236,7 +236,7 @@ def test_the_loss_is_the_sum_over_heads(case: str, head: str) -> None:
     target, options = small(case), LossOptions(decay=0.7, soft=0.4)
     module = heads(target, head=head).requires_grad_(True)
     texts = examples(target, 3)
-    objective = HeadObjective(target, module, MedusaDraft, options, segment=5)
+    objective = HeadObjective(target, module, options, draft=MedusaDraft, segment=5)
     batch = Batch.of(texts)
     frozen = objective.freeze(batch)
     parts = [objective.loss(batch, frozen, segment) for segment in objective.segments(batch)]
@@ -264,7 +264,7 @@ def test_training_reaches_what_replay_predicts(head: str) -> None:
     target, texts = small(), examples(small())
     module = MedusaModule(target.config, MedusaConfig(3, head=head), None)  # type: ignore[arg-type]
     start_from_target(target, module)
-    objective = HeadObjective(target, module, MedusaDraft, LossOptions(soft=0.0))
+    objective = HeadObjective(target, module, LossOptions(soft=0.0), draft=MedusaDraft)
     batch = Batch.of(texts)
     frozen, optimizer = objective.freeze(batch), torch.optim.AdamW(module.parameters(), lr=1e-2)
     before = objective.evaluate(texts, nodes=(4,))

@@ -174,7 +174,7 @@ def test_drafts_under_a_prefix_layer_are_those_of_the_whole_text() -> None:
     for each, text, row in zip(asked, texts, steps, strict=True):
         whole = [*each.prompt_ids, *text]
         batch = Batch.of([Example(tuple(whole[:1]), tuple(whole[1:]))])
-        frozen = HeadObjective(target, module, HydraDraft).freeze(batch)
+        frozen = HeadObjective(target, module, draft=HydraDraft).freeze(batch)
         read, at = module.prefix(target, frozen)[0], len(each.prompt_ids)
         for step in row:
             if step.tree.size > 1 and at + 4 <= len(whole):
@@ -247,7 +247,7 @@ def test_training_reaches_what_replay_predicts(prefix: bool) -> None:
     texts = [Example(tuple(each.prompt_ids), tuple(answer), "toy") for each, answer in zip(asked, said, strict=True)]
     torch.manual_seed(0)
     module = HydraModule(target.config, HydraConfig(3, prefix=prefix), None)
-    objective = HeadObjective(target, module, HydraDraft, LossOptions(soft=0.0), segment=6)
+    objective = HeadObjective(target, module, LossOptions(soft=0.0), draft=HydraDraft, segment=6)
     batch = Batch.of(texts)
     assert len(list(objective.segments(batch))) == (1 if prefix else 3)
     frozen, optimizer = objective.freeze(batch), torch.optim.AdamW(module.parameters(), lr=1e-2)

@@ -185,7 +185,7 @@ def test_training_lowers_the_loss_of_the_masks_alone() -> None:
     module = MaskModule(target.config, MaskConfig(2))
     start_from_target(target, module)
     recipe = TRAINED.training.recipe(given={"num_masks": 2, "stride": 1})
-    learner = TRAINED.objective(target, module, recipe, frozen=target)
+    learner = TRAINED.learn(target, module, recipe, frozen=target)
     assert (learner.predictor, learner.predictors) == ("mask", 2)
     batch = Batch.of(texts)
     frozen = learner.freeze(batch)

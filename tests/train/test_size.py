@@ -50,7 +50,7 @@ def learner(name: str) -> tuple[TrainedModule, Objective[Any]]:
     recipe = trained.training.recipe(name.partition(":")[2] or None, given)
     module = trained.make(target.config, recipe.config, None if name == "draft_model" else WORDS)
     randomise(module, seed=2, scale=0.1)
-    return module, trained.objective(target, module, recipe, frozen=target)
+    return module, trained.learn(target, module, recipe, frozen=target)
 
 
 def gradients(

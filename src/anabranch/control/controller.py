@@ -88,7 +88,7 @@ class DraftStats:
     """Statistics of a drafter in one mode, at one binary order of the batch size.
 
     acceptance  by rank: the probability that the best, second best, ... draft node of a row is accepted
-    usual       the same over many more steps: where a new sequence starts
+    long_run    the same over many more steps: where a new sequence starts
     fixed_ms    of a step beside its forward pass, a row: draft, verification, commit, preparing the next draft
     node_ms     the same for each node of its draft
     drafts      seen so far, and ``steps`` timed
@@ -96,7 +96,7 @@ class DraftStats:
     """
 
     acceptance: tuple[float, ...]
-    usual: tuple[float, ...]
+    long_run: tuple[float, ...]
     fixed_ms: float = 0.0
     node_ms: float = 0.0
     drafts: int = 0
@@ -123,8 +123,8 @@ class DraftStats:
             ratio = sum(now) / max(1e-9, sum(before[:size]))
             return (*now, *[min(now[-1], ratio * old) for old in before[size:]])
 
-        acceptance, usual = moved(self.acceptance, RATE), moved(self.usual, SLOW)
-        return replace(self, acceptance=acceptance, usual=usual, drafts=self.drafts + 1)
+        acceptance, long_run = moved(self.acceptance, RATE), moved(self.long_run, SLOW)
+        return replace(self, acceptance=acceptance, long_run=long_run, drafts=self.drafts + 1)
 
     def with_step(self, tokens: int, predicted: float, nodes: int, rows: int, ms: float) -> DraftStats:
         """Update with a timed step.
@@ -148,8 +148,8 @@ class DraftStats:
         )
 
     def with_new_row(self, rows: int) -> DraftStats:
-        """One of ``rows`` sequences is new: its acceptance is the usual one, not that of the sequence before it."""
-        mixed = (now + (usual - now) / rows for now, usual in zip(self.acceptance, self.usual, strict=True))
+        """One of ``rows`` sequences is new: its acceptance is that of the long run, not of the sequence before it."""
+        mixed = (now + (before - now) / rows for now, before in zip(self.acceptance, self.long_run, strict=True))
         return replace(self, acceptance=tuple(mixed))
 
 
@@ -278,10 +278,10 @@ class Controller:
         factor, best = stats.tokens / stats.predicted, Plan(sizes[0], lead)
         for nodes in sizes:
             probes = drafter.needs.probes if nodes > 1 else 0
-            beside = stats.draft_ms(nodes, rows)
+            draft_ms = stats.draft_ms(nodes, rows)
             # free drafts are as large as they can be, and seldom all of it is verified
             for verified in (n for n in (1, *BUDGETS) if n <= len(gains)) if free else (max(1, nodes),):
-                ms = self.costs.pass_ms(others + count * (verified + probes), rows, context) + beside
+                ms = self.costs.pass_ms(others + count * (verified + probes), rows, context) + draft_ms
                 tokens = rows + count * gains[min(verified, len(gains)) - 1]
                 if tokens * best.ms > best.tokens * ms:
                     best = Plan(nodes, lead, tokens, ms, factor)
@@ -327,7 +327,7 @@ class Controller:
     ) -> dict[int, int]:
         """Numbers of nodes to verify of the trees in ``probs``: the most probable of all rows, for the highest rate."""
         count, context = len(rows), sum(len(row.tokens) for row in rows) / len(rows)
-        beside = sum(
+        draft_ms = sum(
             self.stats(drafter, plan.mode, count).draft_ms(plan.nodes, drafters.count(drafter))
             for drafter, plan in plans.items()
             if drafter.adaptive
@@ -346,7 +346,7 @@ class Controller:
         best, tokens, highest = 0, float(count), 0.0
         for k, (gain, width) in enumerate(zip((0.0, *gains), widths, strict=True)):
             tokens += gain
-            rate = tokens / (self.costs.pass_ms(width, count, context) + beside)
+            rate = tokens / (self.costs.pass_ms(width, count, context) + draft_ms)
             if rate > highest:
                 best, highest = k, rate
         if not self.ragged:

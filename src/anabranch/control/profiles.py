@@ -96,21 +96,10 @@ class Situation:
             torch=torch.__version__,
         )
 
-    def path(self) -> Path:
-        """The file of the profile."""
-        return cache_home() / "profiles" / f"{self._hash()}.json"
-
-    def costs_path(self) -> Path:
-        """The file of the costs measured when a model is loaded."""
-        return cache_home() / "costs" / f"{self._hash()}.json"
-
-    def choice_path(self) -> Path:
-        """The file of the yields of the drafters that "auto" chooses from."""
-        return cache_home() / "yields" / f"{self._hash()}.json"
-
-    def _hash(self) -> str:
+    def path(self, kind: Literal["profiles", "costs", "yields"] = "profiles") -> Path:
+        """The file of the profile, of the costs measured at load, or of the yields of the drafters of "auto"."""
         named = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True)
-        return hashlib.sha256(named.encode()).hexdigest()[:16]
+        return cache_home() / kind / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
 def save_profile(situation: Situation, *, costs: Mapping[str, str], drafter: str, record: Mapping[str, Any]) -> Path:
@@ -234,12 +223,12 @@ def keep_choice(situation: Situation, choice: Choice) -> None:
     """Store yields for later loads, if the cache folder is writable."""
     record = {"yields": choice.to_dict(), "date": date.today().isoformat(), "situation": situation.__dict__}
     with suppress(OSError):  # otherwise the next load begins with predictions
-        write_atomically(situation.choice_path(), json.dumps(record) + "\n")
+        write_atomically(situation.path("yields"), json.dumps(record) + "\n")
 
 
 def keep_tuned(situation: Situation, speedups: Mapping[str, float]) -> None:
     """Store the speedups over plain decoding that ``anabranch tune`` measured, one prompt at a time."""
-    kept = read_choice(situation.choice_path())
+    kept = read_choice(situation.path("yields"))
     choice = Choice() if kept is None else kept[0]
     choice.measured(speedups)
     keep_choice(situation, choice)
@@ -269,7 +258,7 @@ def _known_choice(target: Target, situation: Situation, adapters: Sequence[Loade
         return None
     predicted = {adapter.method: predicted_length(adapter.record) for adapter in adapters}
     lengths = {str(each): length for each in drafters if (length := predicted.get(each.parts[0].method)) is not None}
-    kept = read_choice(situation.choice_path(), lengths)
+    kept = read_choice(situation.path("yields"), lengths)
     if kept is None or (date.today() - kept[1]).days > DAYS:
         return Choice(lengths)
     return kept[0]
@@ -277,7 +266,7 @@ def _known_choice(target: Target, situation: Situation, adapters: Sequence[Loade
 
 def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
     """Set the costs of a target's passes, from an earlier load or measured now; returns their origin and date."""
-    path = replace(situation, adapter="").costs_path()  # the cost of a pass does not depend on adapters
+    path = replace(situation, adapter="").path("costs")  # the cost of a pass does not depend on adapters
     kept = _read(path, _pass_costs)
     today = date.today()
     if kept is not None and (today - kept[1]).days <= DAYS:

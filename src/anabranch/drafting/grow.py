@@ -11,7 +11,7 @@ Since a child is no more probable than its parent, the most probable nodes form 
 once it is among them. Ties: of equally probable nodes the one that was proposed first ranks first, hence the shallower
 one of a path, and of siblings the one that the method named first. Nodes stand in the tree in this order of rank.
 
-The same rule in tensors, for methods whose levels are products on a device: ``levels.grow_levels``; in C++ for streams:
+The same rule in tensors, for methods whose levels are products on a device: ``grow_tensors``; in C++ for streams:
 ``methods/streams/draft.h``. Tests hold both to this one.
 
 V vocabulary of the target.

@@ -230,11 +230,12 @@ def replay_all(
     drafts: Mapping[str, Builder],
     examples: Sequence[Example],
     *,
+    top: int = TOP,
     rows: int = 16,
 ) -> tuple[dict[str, Replay], Accuracy]:
     """Replay ``examples`` with each of ``drafts`` and count correct predictions by predictor, with one target pass."""
     totals = {name: Replay() for name in drafts}
-    accuracy = Accuracy.empty(objective.predictors)
+    accuracy = Accuracy.empty(objective.predictors, top)
     for recorded in _record(objective, examples, rows):
         for name, draft in drafts.items():
             _walk(totals[name], recorded, draft)

@@ -206,7 +206,7 @@ class TreeSettings(Settings):
 
     tree       best: the most probable nodes; product: every node has k children; chain; auto: best, with a size that
                follows the load; a kind of the method's own; or a number: best with so many nodes
-    nodes      node budget, root included; 0: ``usual``
+    nodes      node budget, root included; 0: ``default_nodes``
     k          maximum number of children of a node; 0: ``children``, in a product tree 3
     depth      maximum depth; 0: as deep as the method drafts
     frontier   nodes that are expanded in one round of a best-first tree
@@ -214,13 +214,13 @@ class TreeSettings(Settings):
 
     trees     values of ``tree``
     budgeted  those that have a node budget
-    usual     node budgets by ``tree`` where none is given; 16 for others
+    default_nodes  node budgets by ``tree`` where none is given; 16 for others
     children  children of a node at most where k is not given
     """
 
     trees: ClassVar[tuple[str, ...]] = ("best", "auto")
     budgeted: ClassVar[tuple[str, ...]] = ("best", "auto")
-    usual: ClassVar[Mapping[str, int]] = {"auto": ADAPTIVE}
+    default_nodes: ClassVar[Mapping[str, int]] = {"auto": ADAPTIVE}
     children: ClassVar[int] = 16
     load = "tree"
     tree: str = "best"
@@ -267,7 +267,7 @@ class TreeSettings(Settings):
     @property
     def size(self) -> int:
         """The node budget of a tree that has one."""
-        return self.nodes or self.usual.get(self.tree, NODES)
+        return self.nodes or self.default_nodes.get(self.tree, NODES)
 
     @property
     def budget(self) -> int | None:

@@ -85,8 +85,8 @@ class TrainedModule(Trainable):
 class Learn(Protocol):
     """Creates a training objective; ``frozen`` is a copy of the target for passes without gradients."""
 
-    def __call__(self, target: Decoder, module: Any, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
-        """The objective of a module with a recipe. Raises CapabilityError if it cannot be trained."""
+    def __call__(self, target: Decoder, module: Any, options: Any, *, segment: int, frozen: Decoder) -> Objective[Any]:
+        """The objective of a module with weights of the loss. Raises CapabilityError if it cannot be trained."""
 
 
 def adopt_shape(recipe: Recipe, config: Any) -> Recipe:
@@ -149,6 +149,10 @@ class Trained:
     def make(self, model: ModelConfig, config: Any, vocabulary: Tensor | None) -> TrainedModule:
         """A module with fresh weights, for a target of this config."""
         return self.module(model, config, vocabulary)  # type: ignore[call-arg]
+
+    def learn(self, target: Decoder, module: Any, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
+        """The training objective of a module with a recipe. Raises CapabilityError if it cannot be trained."""
+        return self.objective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
 
     def require(self, module: nn.Module | None, method: str) -> Any:
         """The module, which the drafter of a method needs. Raises CapabilityError without one."""

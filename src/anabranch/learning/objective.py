@@ -92,15 +92,16 @@ class FrozenObjective:
     """The parts of an ``Objective`` that all with a frozen target share.
 
     ahead    tokens from a position to the first one that is predicted there
-    segment  number of positions whose predictions are in memory at a time; None: all, since each needs the pass over
-             the whole text before it
+    whole    whether all positions are trained together, since each needs the pass over the whole text before it
+    segment  otherwise the number of positions whose predictions are in memory at a time
     run      runs the passes without gradients, on ``frozen``: a packed copy of the target where that is faster
     """
 
     ahead = 2
     predictors = 1
+    whole = False
 
-    def __init__(self, target: Decoder, frozen: Decoder | None, segment: int | None = None) -> None:
+    def __init__(self, target: Decoder, segment: int, frozen: Decoder | None) -> None:
         self.target, self.segment, self.run = target, segment, frozen_target(target, frozen)
 
     def keep(self, keeping: Keeping) -> None:
@@ -109,7 +110,7 @@ class FrozenObjective:
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """The positions that predictions are made at."""
-        size = self.segment or batch.tokens_BT.shape[1]
+        size = batch.tokens_BT.shape[1] if self.whole else self.segment
         return segments(batch, size=size, ahead=self.ahead, device=self.target.device)
 
     def predictions(self, batch: Batch) -> float:

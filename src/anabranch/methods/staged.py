@@ -49,8 +49,8 @@ class Guesser:
     Its guesses join the passes of the draft model, which computes what follows each of them. A guess that the draft
     model drafts too costs no pass of its own; the tree that is drafted does not depend on the guesses.
 
-    A drafter that keeps nothing for a row is a function of the text, so it is asked behind each node whose next tokens
-    are wanted. One that indexes or caches the text, which must only grow, is asked behind the text alone.
+    A drafter that keeps nothing for a row is a function of the text, so it drafts after each node whose next tokens
+    are wanted. One that indexes or caches the text, which must only grow, drafts after the text alone.
 
     most  guesses of a row in one pass, at most: each is one more row of that pass
     """

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from anabranch.drafting.trained import Learn, Trainable
+from anabranch.drafting.trained import Trainable
 from anabranch.errors import CapabilityError, DeviceError, InputError, TrainingWarning
 from anabranch.learning.examples import Example
+from anabranch.learning.objective import Objective
 from anabranch.learning.recipe import Recipe
 from anabranch.methods.tuning import QUALITY, TunedObjective
 from anabranch.model.blocks import Block
@@ -58,7 +59,7 @@ class RunOptions(TypedDict, total=False):
     logs        kinds of logs besides log.jsonl: csv, tensorboard
     processes   those that share the training. Only the first one reports and writes
     shard_target  keep a part of the target's layers in each process only
-    say         told the size of the file that keeps the target's states
+    say         receives a line with the size of the file that keeps the target's states
 
     With ``shard_target`` or ``target_format`` nf4, ``target.decoder`` is changed in place, and ``stored_target`` loads
     it again.
@@ -83,14 +84,14 @@ class Subject:
 
     name       of the method, which a run in a folder belongs to
     make       training examples -> the module with its initial weights, and what the record says of them, if anything
-    objective  as ``Trained.objective``
+    objective  as ``Trained.learn``
     packed     as ``Trained.packed``
     packs      whether the training runs the frozen target often, so that a packed copy of it pays
     """
 
     name: str
     make: Callable[[Sequence[Example]], tuple[Trainable, str | None]]
-    objective: Learn
+    objective: Callable[..., Objective[Any]]
     packs: bool = True
     packed: Callable[[Recipe], bool] = lambda recipe: False
 

@@ -241,7 +241,7 @@ def train_adapter(
     processes = options.get("processes")
     if processes is None or processes.first:
         check_folder(folder, "the adapter", "folder (--out)")
-    subject = Subject(method.name, make, trained.objective, packed=trained.packed)
+    subject = Subject(method.name, make, trained.learn, packed=trained.packed)
     fitted = fit(target, subject, recipe, examples, folder / "training", **options)
     if fitted is None:
         return {}

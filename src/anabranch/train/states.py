@@ -210,7 +210,7 @@ class KeptStates:
     """Keeps the states of the examples of a run in ``folder``.
 
     identity  what the states depend on besides the examples: the target, and how its pass is computed
-    say       told the size of a file before it is written
+    say       receives a line with the size of a file before it is written
     """
 
     def __init__(

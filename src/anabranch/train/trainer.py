@@ -73,7 +73,7 @@ class Trainer:
     objective  the training objective of the module
     logs       kinds of logs besides log.jsonl: csv, tensorboard
     processes  those that share the training; the first one evaluates and writes, and all end with the same weights
-    say        told what else the training needs: the size of the file of kept states
+    say        receives a line with the size of the file of kept states
     plan       settings that determine examples, vocabulary and module, for messages about a different run in ``folder``
     """
 

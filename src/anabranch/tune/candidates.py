@@ -130,15 +130,15 @@ def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Can
 
 def _mergers(together: Sequence[Part]) -> Iterator[Spec]:
     """The methods merged, with every node budget that one of them supports, and what "auto" adds to them."""
-    usual = [Part(part.method, replace(part.method.settings(), **part.settings.additions)) for part in together]
+    parts = [Part(part.method, replace(part.method.settings(), **part.settings.additions)) for part in together]
     for place, part in enumerate(together):
         sized = [settings for settings in part.method.candidates(MOST) if settings.budget is not None]
         if sized:
             for settings in sized:
                 chosen = Part(part.method, replace(settings, **part.settings.additions))
-                yield Spec((*usual[:place], chosen, *usual[place + 1 :]))
+                yield Spec((*parts[:place], chosen, *parts[place + 1 :]))
             return
-    yield Spec(tuple(usual))
+    yield Spec(tuple(parts))
 
 
 def _name(unit: Spec) -> str:

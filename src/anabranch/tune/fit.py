@@ -177,8 +177,8 @@ def fit(
         raise InputError("tuning needs at least one prompt")
     candidates = find_candidates(target.decoder, modules)
     # attention grows linearly with the context, so times are measured with a prompt of mean length
-    usual = max(prompts, key=len)[: round(statistics.mean(map(len, prompts)))]
-    times = measure_times(target.decoder, candidates.timed, usual, max_new_tokens=max_new_tokens, report=report)
+    typical = max(prompts, key=len)[: round(statistics.mean(map(len, prompts)))]
+    times = measure_times(target.decoder, candidates.timed, typical, max_new_tokens=max_new_tokens, report=report)
     recorded = _record(target, candidates, prompts, max_new_tokens, report)
     tried: list[Tried] = []
     parts: list[list[Prediction]] = []

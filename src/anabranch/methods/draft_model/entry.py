@@ -8,7 +8,6 @@ from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.errors import CapabilityError
-from anabranch.learning.recipe import Recipe
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.load import load_draft, shipped_draft
 from anabranch.methods.draft_model.module import DraftModule, begin_with, decoder_of, export, start_from_target
@@ -41,10 +40,6 @@ def _build(target: Decoder, settings: DraftModelSettings, module: nn.Module | No
     return DraftModelDrafter(target, model, settings)
 
 
-def _objective(target: Decoder, module: DraftModule, recipe: Recipe, *, frozen: Decoder) -> DraftObjective:
-    return DraftObjective(target, module, recipe.loss, frozen=frozen)
-
-
 def _describe(config: DraftConfig) -> str:
     return f"{config.num_layers} layers of width {config.hidden_size}"
 
@@ -52,7 +47,7 @@ def _describe(config: DraftConfig) -> str:
 TRAINED = Trained(
     training=TRAINING,
     module=DraftModule,
-    objective=_objective,
+    objective=DraftObjective,
     describe=_describe,
     begin=begin_with,
     fresh=lambda target, module, examples: start_from_target(target, module),

@@ -32,12 +32,18 @@ class DraftObjective(FrozenObjective):
     """The ``Objective`` of a draft model with a frozen target."""
 
     predictor = "draft model"
-    ahead = 1
+    ahead, whole = 1, True
 
     def __init__(
-        self, target: Decoder, module: DraftModule, options: LossOptions | None = None, *, frozen: Decoder | None = None
+        self,
+        target: Decoder,
+        module: DraftModule,
+        options: LossOptions | None = None,
+        *,
+        segment: int = 128,
+        frozen: Decoder | None = None,
     ) -> None:
-        super().__init__(target, frozen)
+        super().__init__(target, segment, frozen)
         self.module, self.options = module, options or LossOptions()
 
     def freeze(self, batch: Batch) -> Tensor:

@@ -62,7 +62,7 @@ class EagleSettings(TreeSettings):
 
     trees = ("best", "static", "chain", "auto")
     budgeted = ("best", "static", "auto")
-    usual: ClassVar[Mapping[str, int]] = {**TreeSettings.usual, "static": STATIC_NODES}
+    default_nodes: ClassVar[Mapping[str, int]] = {**TreeSettings.default_nodes, "static": STATIC_NODES}
     least = (("depth", 1),)
     depth: int = 5
     k: int = 10

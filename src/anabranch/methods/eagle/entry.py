@@ -10,7 +10,6 @@ from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, att
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
-from anabranch.learning.recipe import Recipe
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.module import EagleModule, begin_with
 from anabranch.methods.eagle.objective import EagleObjective
@@ -26,10 +25,6 @@ PUBLISHED = {"Llama-2-7B": (3.94, 2.90), "Llama-2-13B": (3.98, 3.07), "Vicuna-33
 
 def _build(target: Decoder, settings: EagleSettings, module: nn.Module | None) -> Drafter:
     return EagleDrafter(target, TRAINED.require(module, "eagle"), settings)
-
-
-def _objective(target: Decoder, module: EagleModule, recipe: Recipe, *, frozen: Decoder) -> EagleObjective:
-    return EagleObjective(target, module, recipe.loss, frozen=frozen)
 
 
 def _describe(config: EagleConfig) -> str:
@@ -49,7 +44,7 @@ def _count(decoder: Decoder, shape: DraftShape) -> DraftCost:
 TRAINED = Trained(
     training=TRAINING,
     module=EagleModule,
-    objective=_objective,
+    objective=EagleObjective,
     describe=_describe,
     begin=begin_with,
     published=LAYOUTS,

@@ -47,12 +47,18 @@ class EagleObjective(FrozenObjective):
     """The ``Objective`` of a head with a frozen target."""
 
     predictor = "step"
-    ahead = 1
+    ahead, whole = 1, True
 
     def __init__(
-        self, target: Decoder, module: EagleModule, options: LossOptions | None = None, *, frozen: Decoder | None = None
+        self,
+        target: Decoder,
+        module: EagleModule,
+        options: LossOptions | None = None,
+        *,
+        segment: int = 128,
+        frozen: Decoder | None = None,
     ) -> None:
-        super().__init__(target, frozen)
+        super().__init__(target, segment, frozen)
         self.module, self.options = module, options or LossOptions()
         self.frozen = target if frozen is None else frozen
         self.predictors = self.options.unroll

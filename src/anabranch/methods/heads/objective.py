@@ -76,13 +76,14 @@ class HeadObjective(FrozenObjective):
         self,
         target: Decoder,
         module: DraftHeads,
-        draft: Callable[[Decoder, Any, HeadSettings], HeadDraft],
         options: LossOptions | None = None,
         *,
+        draft: Callable[[Decoder, Any, HeadSettings], HeadDraft],
         segment: int = 128,
         frozen: Decoder | None = None,
     ) -> None:
-        super().__init__(target, frozen, None if module.reads_texts else segment)
+        super().__init__(target, segment, frozen)
+        self.whole = module.reads_texts
         self.module, self.draft, self.options = module, draft, options or LossOptions()
         self.predictors = module.config.num_heads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -10,7 +11,6 @@ from anabranch.drafting.counting import DraftCost, DraftShape
 from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
-from anabranch.learning.recipe import Recipe
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
 from anabranch.methods.heads.module import begin_with, described, read_once, start_from_target
 from anabranch.methods.heads.objective import HeadObjective
@@ -35,10 +35,6 @@ def _build(target: Decoder, settings: HydraSettings, module: nn.Module | None) -
     return PrefixDrafter("hydra", draft) if draft.module.config.prefix else HeadDrafter("hydra", draft)
 
 
-def _objective(target: Decoder, module: HydraModule, recipe: Recipe, *, frozen: Decoder) -> HeadObjective:
-    return HeadObjective(target, module, HydraDraft, recipe.loss, segment=recipe.options.segment, frozen=frozen)
-
-
 def _describe(config: HydraConfig) -> str:
     return described(config, " on a prefix layer" if config.prefix else "")
 
@@ -56,7 +52,7 @@ COUNTS = {"hydra": _published}
 TRAINED = Trained(
     training=TRAINING,
     module=HydraModule,
-    objective=_objective,
+    objective=partial(HeadObjective, draft=HydraDraft),
     describe=_describe,
     begin=begin_with,
     fresh=lambda target, module, examples: start_from_target(target, module),

@@ -16,7 +16,6 @@ from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.objective import Objective
-from anabranch.learning.recipe import Recipe
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
 from anabranch.methods.heads.module import described, read_once, start_from_target
 from anabranch.methods.heads.objective import HeadObjective
@@ -35,24 +34,20 @@ def _build(name: str, target: Decoder, settings: HeadSettings, module: nn.Module
 
 
 def medusa_objective(
-    target: Decoder, module: MedusaModule, loss: MedusaLoss, *, segment: int = 128, frozen: Decoder | None = None
+    target: Decoder, module: MedusaModule, options: MedusaLoss, *, segment: int = 128, frozen: Decoder | None = None
 ) -> Objective[Any]:
     """The objective of heads, or of heads and target together: ``CE(main) + heads * sum_k CE(head k)``.
 
     Begin the latter with heads that were trained on the frozen target (``--init``): the paper's first stage, without
     which the large loss of fresh heads would disturb the target.
     """
-    heads = HeadObjective(target, module, MedusaDraft, loss, segment=segment, frozen=frozen)
+    heads = HeadObjective(target, module, options, draft=MedusaDraft, segment=segment, frozen=frozen)
     if module.tuning is None:
         return heads
     each = heads.predictors
     return TunedObjective(
-        *(target, module.tuning, heads), frozen=frozen, each=each, share=each * loss.heads, soft=loss.soft
+        *(target, module.tuning, heads), frozen=frozen, each=each, share=each * options.heads, soft=options.soft
     )
-
-
-def _objective(target: Decoder, module: MedusaModule, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
-    return medusa_objective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
 
 
 def _published(decoder: Decoder, shape: DraftShape) -> DraftCost:
@@ -65,7 +60,7 @@ COUNTS = {"medusa": _published}
 TRAINED = Trained(
     training=TRAINING,
     module=MedusaModule,
-    objective=_objective,
+    objective=medusa_objective,
     describe=described,
     begin=begin_with_heads,
     export=export_tuned,

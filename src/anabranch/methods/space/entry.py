@@ -17,7 +17,6 @@ from anabranch.drafting.drafter import Drafter, Method, numbered, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.objective import Objective
-from anabranch.learning.recipe import Recipe
 from anabranch.methods.space.module import MaskModule, MaskObjective, begin_with, start_from_target
 from anabranch.methods.space.recipes import TRAINING, MaskConfig, MaskLossOptions
 from anabranch.methods.streams.draft import StreamSettings, StreamTrees
@@ -58,22 +57,20 @@ def _count(decoder: Decoder, shape: DraftShape) -> DraftCost:
 
 
 def mask_objective(
-    target: Decoder, module: MaskModule, loss: MaskLossOptions, *, segment: int = 128, frozen: Decoder | None = None
+    target: Decoder, module: MaskModule, options: MaskLossOptions, *, segment: int = 128, frozen: Decoder | None = None
 ) -> Objective[Any]:
     """The objective of masks, or of masks and target together (SAR-SFT): ``CE(main) + masks * CE(masks)``.
 
     The paper replaces k tokens at one random place of some answers by masks, so that one model learns both to continue
     a text and to fill in masks. Here masks follow every ``stride``-th position of each completion, beside the text.
     """
-    masks = MaskObjective(target, module, loss, segment=segment, frozen=frozen)
+    masks = MaskObjective(target, module, options, segment=segment, frozen=frozen)
     if module.tuning is None:
         return masks
-    each = masks.predictors / loss.stride
-    return TunedObjective(*(target, module.tuning, masks), frozen=frozen, each=each, share=loss.masks, soft=loss.soft)
-
-
-def _objective(target: Decoder, module: MaskModule, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
-    return mask_objective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+    each = masks.predictors / options.stride
+    return TunedObjective(
+        *(target, module.tuning, masks), frozen=frozen, each=each, share=options.masks, soft=options.soft
+    )
 
 
 def _describe(config: MaskConfig) -> str:
@@ -83,7 +80,7 @@ def _describe(config: MaskConfig) -> str:
 TRAINED = Trained(
     training=TRAINING,
     module=MaskModule,
-    objective=_objective,
+    objective=mask_objective,
     describe=_describe,
     begin=begin_with,
     fresh=lambda target, module, examples: start_from_target(target, module),

@@ -56,8 +56,8 @@ class StreamLayer(nn.Module):
 
     def delta(self, name: str) -> LowRank | None:
         """The term added to one of the layer's products: qkv, out, up or down."""
-        found: LowRank | None = getattr(self, name)
-        return found
+        term: LowRank | None = getattr(self, name)
+        return term
 
     def product(self, name: str, linear: Product, x: Tensor) -> Tensor:
         """One of the layer's own products without its delta: ``linear`` unless it is computed with rounded weights."""

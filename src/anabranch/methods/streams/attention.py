@@ -233,8 +233,8 @@ def row_attention(
     frozen target do not.
     """
     scale = model.attention_scale if model.attention_scale is not None else qkv[0].shape[-1] ** -0.5
-    found: Tensor = _RowAttention.apply(*qkv, keys_BKLE, values_BKLE, mask, scale)  # type: ignore[no-untyped-call]
-    return found
+    attended: Tensor = _RowAttention.apply(*qkv, keys_BKLE, values_BKLE, mask, scale)  # type: ignore[no-untyped-call]
+    return attended
 
 
 class _RowAttention(torch.autograd.Function):

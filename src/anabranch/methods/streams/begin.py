@@ -107,23 +107,21 @@ def reproduce_mlps(target: Decoder, adapter: StreamAdapter, examples: Sequence[E
 
 @torch.no_grad()
 def mlp_rows(target: Decoder, adapter: StreamModule, examples: Sequence[Example]) -> dict[int, tuple[Tensor, Tensor]]:
-    """What enters and leaves the MLP of each of the streams' layers [M, D], of up to ROWS rows of completions."""
+    """The inputs and outputs of the MLP of each of the streams' layers [M, D], of up to ROWS rows of completions."""
     pairs: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in range(adapter.start, len(target.blocks))}
-    rows = 0
+    count = 0
     for example in examples:
-        if rows >= ROWS:
+        if count >= ROWS:
             break
         batch, first = Batch.of([example]), len(example.prompt_ids) - 1
         run = TextPass(target, batch.tokens_BT.to(target.device))
         x = run_frozen(target, batch, taps=(adapter.start,)).taps[adapter.start]
-        for index, found in pairs.items():
+        for index, rows_of_layer in pairs.items():
             recorder = _Recorder(first)
             x = run.layer(index, x, recorder)
-            found.append(recorder.rows)
-        rows += len(example) - first
-    return {
-        index: (torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])) for index, found in pairs.items()
-    }
+            rows_of_layer.append(recorder.rows)
+        count += len(example) - first
+    return {index: (torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])) for index, rows in pairs.items()}
 
 
 def _ridged(x_MD: Tensor, ridge: float) -> Tensor:
@@ -133,8 +131,8 @@ def _ridged(x_MD: Tensor, ridge: float) -> Tensor:
 
 def _least_squares(x_MD: Tensor, y_ME: Tensor, ridge: float) -> Tensor:
     """The W [E, D] for which W x is nearest to y."""
-    found: Tensor = torch.linalg.solve(_ridged(x_MD, ridge), x_MD.T @ y_ME / len(x_MD))
-    return found.T
+    solution: Tensor = torch.linalg.solve(_ridged(x_MD, ridge), x_MD.T @ y_ME / len(x_MD))
+    return solution.T
 
 
 def _directions(x_MD: Tensor, y_ME: Tensor, rank: int) -> Tensor:

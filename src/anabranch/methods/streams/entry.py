@@ -20,7 +20,7 @@ from anabranch.methods.streams.draft import StreamSettings
 from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.methods.streams.joint import shared_objective
 from anabranch.methods.streams.objective import StreamObjective
-from anabranch.methods.streams.recipes import TRAINING, StreamConfig
+from anabranch.methods.streams.recipes import TRAINING, LossOptions, StreamConfig
 from anabranch.methods.streams.rider import own_rider
 from anabranch.methods.tuning import export_tuned
 from anabranch.model.blocks import Block
@@ -41,10 +41,11 @@ def _order(source: str) -> int | None:
     return numbered("stream")(source) or (LAST if source == COPIED else None)
 
 
-def _objective(target: Decoder, module: StreamAdapter, recipe: Recipe, *, frozen: Decoder) -> Objective[Any]:
-    if module.config.mode == "shared":
-        return shared_objective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
-    return StreamObjective(target, module, recipe.loss, segment=recipe.options.segment, frozen=frozen)
+def _objective(
+    target: Decoder, module: StreamAdapter, options: LossOptions, *, segment: int, frozen: Decoder
+) -> Objective[Any]:
+    made = shared_objective if module.config.mode == "shared" else StreamObjective
+    return made(target, module, options, segment=segment, frozen=frozen)
 
 
 def _describe(config: StreamConfig) -> str:

@@ -41,8 +41,8 @@ class FusedTrail:
         config, shape = target.config, adapter.shape
         if target.backend.capture is None or not trusted(target.device) or not fits(target):
             return False
-        beside = not shape.adapter_rank or (config.activation == "silu" and (config.gated_mlp or not _keeps(adapter)))
-        if shape.context_top or shape.position != "embedding" or not beside:
+        silu = config.activation == "silu" and (config.gated_mlp or not _keeps(adapter))
+        if shape.context_top or shape.position != "embedding" or (shape.adapter_rank and not silu):
             return False
         needed = sum(weight.nbytes for block in target.blocks[adapter.start :] for weight in block.parameters())
         free = free_memory(target.device)

@@ -106,7 +106,7 @@ class StreamObjective(FrozenObjective):
         segment: int = 128,
         frozen: Decoder | None = None,
     ) -> None:
-        super().__init__(target, frozen, segment)
+        super().__init__(target, segment, frozen)
         self.adapter = adapter
         self.options = options or LossOptions()
         if adapter.shape.mode == "lossless" and (self.options.main or self.options.streams != 1 or self.options.detach):
