@@ -399,8 +399,8 @@ def test_peft_reads_terms_that_methods_trained(tmp_path: Path) -> None:
 def test_terms_of_fused_modules_are_trained_where_they_belong(case: str, tmp_path: Path) -> None:
     from anabranch.learning.examples import Batch, Example
     from anabranch.learning.target import run_frozen
-    from anabranch.methods.lora.module import LoraLayers
     from anabranch.methods.tuning import tuned_pass
+    from anabranch.train.lora import LoraLayers
 
     model = save_toy(toy_hf(*CASES[case]), tmp_path / "model")
     target = load_target(str(model), dtype="float32")

@@ -13,15 +13,14 @@ from torch import Tensor
 from anabranch.errors import CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
-from anabranch.methods.lora.module import LoraLayers, fresh_lora
-from anabranch.methods.lora.recipes import TRAINING, LoraConfig
+from anabranch.methods.lora import TRAINING, LoraConfig
 from anabranch.methods.tuning import QUALITY, TunedObjective, tuned_pass
 from anabranch.model.load import load_target
 from anabranch.model.peft import WEIGHTS, write_lora
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
-from anabranch.train.lora import train_lora
+from anabranch.train.lora import LoraLayers, fresh_lora, train_lora
 from anabranch.train.trainer import Progress
 from small import CASES, LLAMA, drawn_lora, joint_losses, merged_copy, prompt, small
 from toy_text import ToyFolders

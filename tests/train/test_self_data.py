@@ -11,9 +11,16 @@ import pytest
 from anabranch.errors import CapabilityError, FileError, InputError
 from anabranch.train.advice import fit_scaling
 from anabranch.train.answers import read_prompts
-from anabranch.train.open_turn import OpenTurn, open_turn
 from anabranch.train.self_data import DataProgress, SelfData, check_self_data, write_self_data
-from anabranch.train.self_prompts import SOURCE, PromptProgress, check_prompts, in_words, write_prompts
+from anabranch.train.self_prompts import (
+    SOURCE,
+    OpenTurn,
+    PromptProgress,
+    check_prompts,
+    in_words,
+    open_turn,
+    write_prompts,
+)
 from anabranch.train.sieve import REASONS, Sieve
 from small import Words, as_target, small
 from toy_text import byte_tokenizer

@@ -5,6 +5,7 @@ B rows of the batch, n nodes of a pass.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -137,6 +138,35 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
             noise = generator(row.sampling.seed, len(row.tokens), lane=DRAFT_LANE)
             return replace(form, depth=min(depth, fitting), noise=noise, replacement=settings.kind != "without")
         return replace(form, frontier=FRONTIER if settings.kind == "best" else budget)
+
+    @staticmethod
+    def _sampling(
+        row: Row, continuations: Continuations, nodes: Sequence[int]
+    ) -> tuple[SamplingParams, list[list[int]] | None]:
+        """Sampling without the user's own functions, which see the target's scores alone; the texts it depends on."""
+        params = replace(row.sampling, processors=())
+        if not params.needs_history:
+            return params, None
+        return params, [[*row.tokens, *continuations.path(node)] for node in nodes]
+
+    @staticmethod
+    def _know_best(
+        continuations: Continuations,
+        nodes: Sequence[int],
+        tokens: Sequence[Sequence[float]],
+        log_probs: Sequence[Sequence[float]],
+    ) -> None:
+        """Record the best next tokens of some nodes, best first."""
+        for node, *pairs in zip(nodes, tokens, log_probs, strict=True):
+            continuations.known[node] = [
+                (int(token), p, None) for token, p in zip(*pairs, strict=True) if math.isfinite(p)
+            ]
+
+    @staticmethod
+    def _know_distributions(continuations: Continuations, nodes: Sequence[int], q_nV: Tensor) -> None:
+        """Record the distributions that the next tokens of some nodes are sampled from."""
+        finite = q_nV.isfinite().all(dim=-1).tolist()
+        continuations.known.update((node, q if ok else ()) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
 
     @abstractmethod
     def _tell(self, answered: Sequence[tuple[Row, Continuations, Sequence[int]]], answer: Tensor) -> None:

@@ -16,10 +16,38 @@ from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
 from anabranch.verify import Rule
 
-__all__ = ["ChoiceDrafter", "CombinedDrafter"]
+__all__ = ["ChoiceDrafter", "CombinedDrafter", "DrafterGroup"]
 
 
-class CombinedDrafter(Drafter):
+class DrafterGroup(Drafter):
+    """Drafters that see the same rows, prompts and passes."""
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        self.parts, self.needs = tuple(parts), Needs.of(parts)
+
+    def join(self, row: Row) -> None:
+        """Every part sees the row."""
+        for part in self.parts:
+            part.join(row)
+
+    def read(self, row: Row, result: PassResult, start: int) -> None:
+        """Every part sees the prompt."""
+        for part in self.parts:
+            part.read(row, result, start)
+
+    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
+        """Every part observes the outcome."""
+        for part in self.parts:
+            part.observe(rows, seen)
+
+    def leave(self, row: Row) -> None:
+        """The row leaves every part."""
+        super().leave(row)
+        for part in self.parts:
+            part.leave(row)
+
+
+class CombinedDrafter(DrafterGroup):
     """Merges the trees of its parts (``FIRST+SECOND``) and truncates the union to its most probable nodes.
 
     nodes     maximum number of verified nodes, counting the root
@@ -45,7 +73,8 @@ class CombinedDrafter(Drafter):
                 f"{names} cannot share the target's pass: probes leave no room for rows that ride in it or prune it; "
                 "combine one of them, or let streams trail without pruning"
             )
-        self.parts, self.adaptive = tuple(parts), adaptive
+        super().__init__(parts)
+        self.adaptive = adaptive
         self._free = tuple(part for part in parts if part.traits.free == "all")
         self.traits = Traits(
             free="all" if len(self._free) == len(parts) else "some" if self._free else "none",
@@ -53,23 +82,12 @@ class CombinedDrafter(Drafter):
         )
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
-        self.needs = Needs.of(parts)
 
     def check(self, sampling: SamplingParams, rule: Rule, source: Source | None = None) -> None:
         """Every part must support *matching*, and read the source."""
         super().check(sampling, rule, source)
         for part in self.parts:
             part.check(sampling, "match", source)
-
-    def join(self, row: Row) -> None:
-        """Every part sees the row."""
-        for part in self.parts:
-            part.join(row)
-
-    def read(self, row: Row, result: PassResult, start: int) -> None:
-        """Every part sees the prompt."""
-        for part in self.parts:
-            part.read(row, result, start)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
         """The merged trees, truncated to the most probable nodes."""
@@ -99,17 +117,6 @@ class CombinedDrafter(Drafter):
     def probe(self, rows: Sequence[Row]) -> list[DraftTree]:
         """The probes of the one part that has some."""
         return next(part for part in self.parts if isinstance(part, ProbingDrafter)).probe(rows)
-
-    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        """Every part observes the outcome of the merged tree."""
-        for part in self.parts:
-            part.observe(rows, seen)
-
-    def leave(self, row: Row) -> None:
-        """The row leaves every part."""
-        super().leave(row)
-        for part in self.parts:
-            part.leave(row)
 
     def depth_of(self, budget: int) -> int:
         """The maximum over the parts; free parts prepare nothing."""

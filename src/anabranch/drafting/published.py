@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,19 @@ class Published(Mapping[str, Tensor]):
                 "give the target that it was trained for"
             )
         return tensor
+
+    def numbers(self, pattern: str) -> int:
+        """Count the numbers in the names that match ``pattern``, whose first group they are: 0, 1, 2, ...
+
+        Raises AdapterError where some are missing.
+        """
+        matches = (re.fullmatch(pattern, name) for name in self)
+        ascending = sorted({int(match[1]) for match in matches if match is not None})
+        if ascending != list(range(len(ascending))):
+            raise AdapterError(
+                f"{self.source} has the heads or blocks {ascending} and lacks some; its copy is incomplete"
+            )
+        return len(ascending)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Methods, each in its own folder or file, and their registry. The rest of the library reads the entries (``Method``).
 
 The registry is imported when one of its names is first used: it imports torch, and ``--help`` does without it.
-Modules called ``recipes``, and ``tables``, import no torch either: they say what can be trained (``training``).
+Modules called ``recipes``, ``lora`` and ``tables`` import no torch: they say what can be trained (``training``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TRAININGS = {
     "draft-model": ("draft_model", "draft_model.recipes.TRAINING"),
     "eagle": ("eagle", "eagle.recipes.TRAINING"),
     "hydra": ("hydra", "hydra.recipes.TRAINING"),
-    "lora": ("", "lora.recipes.TRAINING"),
+    "lora": ("", "lora.TRAINING"),
     "medusa": ("medusa", "medusa.recipes.TRAINING"),
     "medusa2": ("medusa2", "medusa.recipes.TUNING"),
     "ngram": ("ngram", "tables.NGRAMS"),

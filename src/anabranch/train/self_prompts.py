@@ -22,17 +22,25 @@ from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.none import NoDrafter
 from anabranch.model.load import Target
-from anabranch.model.text import foreign_errors
+from anabranch.model.text import encode, foreign_errors, render_chat
 from anabranch.sampling import SamplingParams
 from anabranch.support.appended import agree, append, begin, records
 from anabranch.support.files import check_writable
 from anabranch.support.jsonfiles import is_whole
 from anabranch.support.memory import keep_memory
 from anabranch.train.answers import seed_of
-from anabranch.train.open_turn import OpenTurn, open_turn, special_ids
 from anabranch.train.sieve import REASONS, Sieve
 
-__all__ = ["SOURCE", "PromptProgress", "check_prompts", "in_words", "write_prompts"]
+__all__ = [
+    "SOURCE",
+    "OpenTurn",
+    "PromptProgress",
+    "check_prompts",
+    "in_words",
+    "open_turn",
+    "special_ids",
+    "write_prompts",
+]
 
 SOURCE = "self-written"
 WHAT = "a prompt that the model wrote, with id and prompt"
@@ -230,3 +238,68 @@ def _text(target: Target, turn: OpenTurn, ids: list[int]) -> tuple[str, bool]:
 def _decoded(target: Target, ids: list[int]) -> str:
     with foreign_errors(lambda why: InputError(f"the tokenizer cannot decode what the model wrote ({why})")):
         return str(target.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+# -- the beginning of a prompt ------------------------------------------------------------------------------
+PLACEHOLDER = "PLACEHOLDER"
+
+
+@dataclass(frozen=True)
+class OpenTurn:
+    """Token ids to continue, and what ends the continuation.
+
+    chat      whether it is a user's turn; otherwise the beginning of a text, which nothing ends
+    stop_ids  tokens that end a prompt
+    stop      text that ends it, where the template has no special token for that; empty: none
+    """
+
+    ids: tuple[int, ...]
+    chat: bool
+    stop_ids: frozenset[int]
+    stop: str = ""
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of a tokenizer's special and added tokens, such as the marks of a chat template."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return frozenset({*(getattr(tokenizer, "all_special_ids", None) or ()), *map(int, added)})
+
+
+def open_turn(target: Target) -> OpenTurn:
+    """The beginning from which a model writes its own prompt: the open user turn of its template, or its start token.
+
+    An instruction-tuned model continues the beginning of a user's turn with a request (Magpie, Xu et al. 2024). The
+    turn is cut from the text of the template, whatever its syntax, at a placeholder:
+
+        <|im_start|>user PLACEHOLDER <|im_end|> <|im_start|>assistant
+                         ^ cut       ^ the first token after it ends the prompt
+
+    Raises CapabilityError without a usable template or a start token.
+    """
+    tokenizer, stops = target.tokenizer, frozenset(target.config.eos_token_ids)
+    if not getattr(tokenizer, "chat_template", None):
+        return OpenTurn((_start(target),), False, stops)
+    before, mark, after = render_chat(tokenizer, [{"role": "user", "content": PLACEHOLDER}]).partition(PLACEHOLDER)
+    # a space before the text is usually part of its first token
+    ids = tuple(encode(tokenizer, before.rstrip(" "), add_special_tokens=False))
+    if not mark or PLACEHOLDER in after or not ids:
+        raise CapabilityError(
+            f"the chat template of {target.name} does not show where a user's turn begins, so it cannot write its own "
+            "prompts; give prompts (--prompts)"
+        )
+    after = after.lstrip()
+    first = encode(tokenizer, after, add_special_tokens=False)[:1] if after else []
+    if first and first[0] in special_ids(tokenizer):
+        return OpenTurn(ids, True, stops | set(first))
+    return OpenTurn(ids, True, stops, after.partition("\n")[0].rstrip())
+
+
+def _start(target: Target) -> int:
+    config = target.config
+    for token in (config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None), *config.eos_token_ids):
+        if token is not None:
+            return int(token)
+    raise CapabilityError(
+        f"{target.name} has neither a chat template nor a start token, so it cannot write its own prompts; give "
+        "prompts (--prompts)"
+    )

@@ -26,10 +26,10 @@ from torch import nn
 from anabranch.analysis.simulate import Prediction
 from anabranch.analysis.trace import TraceRow, TraceWriter, read_trace
 from anabranch.decoding.engine import Engine
+from anabranch.drafting.combined import DrafterGroup
 from anabranch.errors import InputError
-from anabranch.methods import AUTO, Drafter, Needs, Observation, Row, Spec, make_drafter
+from anabranch.methods import AUTO, Drafter, Row, Spec, make_drafter
 from anabranch.model.load import Target
-from anabranch.model.passes import PassResult
 from anabranch.options import requests
 from anabranch.tree import DraftTree
 from anabranch.tune.candidates import PLAIN, Candidate, Candidates, find_candidates
@@ -205,34 +205,17 @@ def fit(
     )
 
 
-class _Beside(Drafter):
+class _Recorded(DrafterGroup):
     """Drafters that are recorded during plain decoding; none of their trees is verified."""
 
-    def __init__(self, watched: Sequence[Drafter]) -> None:
-        self.watched = watched
-        self.needs = replace(Needs.of(watched), probes=0)
-
-    def join(self, row: Row) -> None:
-        for drafter in self.watched:
-            drafter.join(row)
-
-    def read(self, row: Row, result: PassResult, start: int) -> None:
-        for drafter in self.watched:
-            drafter.read(row, result, start)
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        super().__init__(parts)
+        self.needs = replace(self.needs, probes=0)
 
     def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
-        for drafter in self.watched:
-            drafter.draft(rows, drafter.max_nodes)
-        return [DraftTree.root(row.root) for row in rows]
-
-    def observe(self, rows: Sequence[Row], seen: Observation) -> None:
-        for drafter in self.watched:
-            drafter.observe(rows, seen)
-
-    def leave(self, row: Row) -> None:
-        super().leave(row)
-        for drafter in self.watched:
-            drafter.leave(row)
+        for part in self.parts:
+            part.draft(rows, part.max_nodes)
+        return DraftTree.roots([row.root for row in rows])
 
 
 def _record(
@@ -259,7 +242,7 @@ def _record(
                     }
                     watched = [writer.watch(candidates.recorded[method]) for method, writer in writers.items()]
                     engine = Engine(
-                        target.decoder, _Beside(watched), capacity=len(request.prompt_ids) + max_new_tokens + 1
+                        target.decoder, _Recorded(watched), capacity=len(request.prompt_ids) + max_new_tokens + 1
                     )
                     engine.add(request)
                     for step in engine.run():

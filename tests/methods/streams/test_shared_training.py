@@ -23,8 +23,7 @@ from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
 from anabranch.learning.recompute import recomputing
-from anabranch.methods.lora.module import LoraLayers, fresh_lora
-from anabranch.methods.lora.recipes import LoraConfig
+from anabranch.methods.lora import LoraConfig
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.begin import begin_with, scale_to_target
 from anabranch.methods.streams.joint import shared_objective
@@ -34,6 +33,7 @@ from anabranch.methods.terms import LayerTuning, lora_of
 from anabranch.methods.tuning import TunedObjective, next_token_scores, tuned_pass
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
+from anabranch.train.lora import LoraLayers, fresh_lora
 from anabranch.train.trainer import Trainer
 from shared_layout import LITERAL, Layout
 from small import RICH, decode, joint_losses, prompt, request, small, small_adapter

@@ -5,9 +5,8 @@ n nodes of a pass, V vocabulary of the target, W words that target and draft mod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -204,14 +203,10 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
         parts = torch.split(logits_nV[:, : self.words].float(), [len(nodes) for _, _, nodes in answered])
         matching: list[tuple[Continuations, Sequence[int], Tensor]] = []
         for (row, known, nodes), z_nW in zip(answered, parts, strict=True):
-            params = replace(row.sampling, processors=())  # the user's own functions see the target's scores alone
-            histories = None
-            if params.needs_history:
-                histories = [[*row.tokens, *known.path(node)] for node in nodes]
+            params, histories = self._sampling(row, known, nodes)
             if row.rule == "rejection":
                 q_nV = F.pad(target_probs(z_nW, params, histories), (0, self.target.config.vocab_size - self.words))
-                finite = q_nV.isfinite().all(dim=-1).tolist()
-                known.known.update((node, q if ok else ()) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
+                self._know_distributions(known, nodes, q_nV)
                 continue
             z_nW = process_logits(z_nW, params, histories)
             if not params.greedy:
@@ -227,11 +222,10 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
         z_nW = torch.cat([z for _, _, z in matching])
         best = z_nW.log_softmax(dim=-1).topk(min(max(self.settings.widths), self.max_nodes - 1, self.words), dim=-1)
         log_probs, tokens = torch.stack((best.values.double(), best.indices.double())).cpu().tolist()
-        rows = iter(zip(tokens, log_probs, strict=True))
+        first = 0
         for known, nodes, _ in matching:
-            for node in nodes:
-                pairs = zip(*next(rows), strict=True)
-                known.known[node] = [(int(token), p, None) for token, p in pairs if math.isfinite(p)]
+            part = slice(first, first := first + len(nodes))
+            self._know_best(known, nodes, tokens[part], log_probs[part])
 
 
 def _check_sides(target: Decoder, model: Decoder) -> None:

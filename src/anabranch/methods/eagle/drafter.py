@@ -26,7 +26,7 @@ from anabranch.methods.eagle.module import EagleModule
 from anabranch.methods.eagle.reader import FeatureReader
 from anabranch.model.decoder import Decoder
 from anabranch.model.passes import PassResult
-from anabranch.sampling import SamplingParams, position_keys, process_logits, target_probs
+from anabranch.sampling import position_keys, process_logits, target_probs
 
 __all__ = ["EagleDrafter", "EagleSettings"]
 
@@ -175,14 +175,12 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
 
     def _distributions(self, row: Row, known: Continuations, nodes: Sequence[int], ids_W: Tensor, z_nW: Tensor) -> None:
         """Write down the distributions [V] that tokens are sampled from."""
-        params, histories = self._history(row, known, nodes)
-        q_nV = target_probs(self._whole(ids_W, z_nW), params, histories)
-        finite = q_nV.isfinite().all(dim=-1).tolist()
-        known.known.update((node, q if ok else ()) for node, q, ok in zip(nodes, q_nV, finite, strict=True))
+        params, histories = self._sampling(row, known, nodes)
+        self._know_distributions(known, nodes, target_probs(self._whole(ids_W, z_nW), params, histories))
 
     def _best(self, row: Row, known: Continuations, nodes: Sequence[int], ids_W: Tensor, z_nW: Tensor) -> None:
         """Write down the best next tokens of each node and their log probabilities."""
-        params, histories = self._history(row, known, nodes)
+        params, histories = self._sampling(row, known, nodes)
         if params.needs_history:
             z_nW = process_logits(self._whole(ids_W, z_nW), params, histories)[:, ids_W]
         elif not params.greedy:
@@ -194,15 +192,7 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
             keys = position_keys(params.seed, [len(row.tokens) + known.depths[node] for node in nodes])
             best = drawn(log_probs, tokens, keys).topk(min(self._children, tokens.shape[1]), dim=-1)
             log_probs, tokens = best.values, tokens.gather(1, best.indices)
-        for node, *pairs in zip(nodes, tokens.tolist(), log_probs.tolist(), strict=True):
-            known.known[node] = [(token, p, None) for token, p in zip(*pairs, strict=True) if math.isfinite(p)]
-
-    def _history(
-        self, row: Row, known: Continuations, nodes: Sequence[int]
-    ) -> tuple[SamplingParams, list[list[int]] | None]:
-        """Sampling parameters without the user's own functions, and the text up to each node if they need it."""
-        params = replace(row.sampling, processors=())
-        return params, [[*row.tokens, *known.path(node)] for node in nodes] if params.needs_history else None
+        self._know_best(known, nodes, tokens.tolist(), log_probs.tolist())
 
     def _whole(self, ids_W: Tensor, z_nW: Tensor) -> Tensor:
         """Scores [n, V] over the target's vocabulary; tokens that are not drafted have none."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from anabranch.drafting.published import Layout, Published
 from anabranch.errors import AdapterError, ModelError
-from anabranch.methods.heads.published import numbers
 from anabranch.methods.hydra.module import HydraConfig, HydraModule
 from anabranch.model.decoder import Decoder
 from anabranch.model.weights import assemble
@@ -34,7 +33,7 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
 def _read(file: Published, target: Decoder) -> tuple[HydraConfig, dict[str, Tensor]]:
     if file.config.get("hidden_state_offset"):
         raise AdapterError(f"{file.source} reads states before the target's last layer, which is not supported")
-    heads = len(numbers(file, file, r"hydra_mlp\.(\d+)\.\d+\.linear\.weight"))
+    heads = file.numbers(r"hydra_mlp\.(\d+)\.\d+\.linear\.weight")
     blocks = _blocks(file)
     prefix = any(name.startswith(PREFIX) for name in file)
     config = HydraConfig(

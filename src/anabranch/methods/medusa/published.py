@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from anabranch.drafting.published import Layout, Published
-from anabranch.methods.heads.published import numbers
 from anabranch.methods.medusa.module import MedusaConfig
 from anabranch.model.decoder import Decoder
 
@@ -30,12 +29,12 @@ def _fits(names: Mapping[str, Tensor]) -> bool:
 def _read(file: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
     prefix = PREFIX if any(name.startswith(PREFIX) for name in file) else ""
     start = re.escape(prefix)
-    heads = numbers(file, file, rf"{start}(\d+)\.\d+\.linear\.weight")
-    blocks = numbers(file, file, rf"{start}0\.(\d+)\.linear\.weight")
+    heads = file.numbers(rf"{start}(\d+)\.\d+\.linear\.weight")
+    blocks = file.numbers(rf"{start}0\.(\d+)\.linear\.weight")
     return _weights(
-        *(file, target, len(heads), len(blocks)),
+        *(file, target, heads, blocks),
         block=f"{prefix}{{head}}.{{block}}.linear",
-        output=f"{prefix}{{head}}.{len(blocks)}.weight",
+        output=f"{prefix}{{head}}.{blocks}.weight",
     )
 
 
@@ -44,10 +43,10 @@ def _fits_vllm(names: Mapping[str, Tensor]) -> bool:
 
 
 def _read_vllm(file: Published, target: Decoder) -> tuple[MedusaConfig, dict[str, Tensor]]:
-    heads = numbers(file, file, r"blocks\.(\d+)\.layers\.\d+\.weight")
-    blocks = numbers(file, file, r"blocks\.0\.layers\.(\d+)\.weight")
+    heads = file.numbers(r"blocks\.(\d+)\.layers\.\d+\.weight")
+    blocks = file.numbers(r"blocks\.0\.layers\.(\d+)\.weight")
     return _weights(
-        *(file, target, len(heads), len(blocks)),
+        *(file, target, heads, blocks),
         block="blocks.{head}.layers.{block}",
         output="lm_heads.{head}.weight",
     )

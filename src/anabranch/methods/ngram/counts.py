@@ -221,17 +221,28 @@ def _unigram(counts: Counts, fall: NDArray[np.float64]) -> NDArray[np.float32]:
     return probs
 
 
+def _by_count(tokens: Counts, counts: Counts, begins: Counts) -> tuple[Counts, Counts]:
+    """The order of successors by context and falling count, and the context of each; contexts begin at ``begins``."""
+    lengths = np.diff(begins)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    return np.lexsort((tokens, -counts, owner)), owner
+
+
 def _backoff(
-    totals: NDArray[Any], kept: NDArray[np.float64], lower: NDArray[np.float64], full: NDArray[np.bool_]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Norm and back-off weight of contexts from their sums of counts, of discounted counts, and of the lower order's
-    probabilities over the tokens seen. Where those are all tokens (``full``) there is nothing to back off to.
+    counts: Counts, fall: NDArray[np.float64], lower: NDArray[np.float64], begins: Counts, vocab_size: int
+) -> tuple[Counts, NDArray[np.float64], NDArray[np.float64]]:
+    """The contexts that have successors, with their norms and back-off weights.
+
+    lower  the lower order's probabilities of the successors. Where they are all tokens there is nothing to back off to
     """
-    rest = 1.0 - lower
-    full = full | (rest < NOTHING)
+    lengths = np.diff(begins)
+    at = np.flatnonzero(lengths)
+    totals, kept, seen = (_sums(values, begins[at]) for values in (counts, _discounted(counts, fall), lower))
+    rest = 1.0 - seen
+    full = (lengths[at] == vocab_size) | (rest < NOTHING)
     norm = np.where(full, kept, totals)
     alpha = np.where(full, 0.0, (1.0 - kept / totals) / np.where(full, 1.0, rest))
-    return norm, np.maximum(alpha, 0.0)
+    return at, norm, np.maximum(alpha, 0.0)
 
 
 def _bigrams(folder: Path, merged2: Path, base: NDArray[np.float32], fall: NDArray[np.float64], block: int) -> None:
@@ -247,16 +258,12 @@ def _bigrams(folder: Path, merged2: Path, base: NDArray[np.float32], fall: NDArr
             first, last = int(starts[low]), int(starts[high])
             tokens, here = (keys[first:last] & MASK).astype(np.int64), np.asarray(counts[first:last])
             begins = starts[low : high + 1] - first
-            lengths = np.diff(begins)
-            owner = np.repeat(np.arange(high - low), lengths)
-            order = np.lexsort((tokens, -here, owner))
+            order, owner = _by_count(tokens, here, begins)
             out["tokens2"].append(tokens)
             out["counts2"].append(np.minimum(here, MOST))
             out["best2"].append(order - begins[owner])
-            at = np.flatnonzero(lengths)
-            parts = (here, _discounted(here, fall), base[tokens].astype(np.float64))
-            totals, kept, lower = (_sums(values, begins[at]) for values in parts)
-            norm[low + at], alpha[low + at] = _backoff(totals, kept, lower, lengths[at] == vocab_size)
+            at, *weights = _backoff(here, fall, base[tokens].astype(np.float64), begins, vocab_size)
+            norm[low + at], alpha[low + at] = weights
     for name, values, kind in (("starts2", starts, "<i8"), ("norm2", norm, "<f4"), ("alpha2", alpha, "<f4")):
         write_array(folder, name, kind, values)
 
@@ -283,20 +290,16 @@ def _trigrams(
                 begin, end = int(starts[low]), int(starts[high])
                 here, packed = np.asarray(counts3[begin:end]), np.asarray(keys3[begin:end])
                 begins = starts[low : high + 1] - begin
-                lengths = np.diff(begins)
-                owner = np.repeat(np.arange(high - low), lengths)
                 tokens = (packed & MASK).astype(np.int64)
-                order = np.lexsort((tokens, -here, owner))
+                order, _ = _by_count(tokens, here, begins)
                 out["tokens3"].append(tokens[order])
                 out["counts3"].append(np.minimum(here[order], MOST))
                 # every trigram's last two tokens are a bigram: its probability is what the trigram would back off to
                 place = np.searchsorted(keys2, packed & ((MASK << BITS) | MASK))
                 middle = (packed >> BITS & MASK).astype(np.int64)
                 lower = _discounted(counts2[place], falls[0]) / norm2[middle]
-                at = np.flatnonzero(lengths)
-                parts = (here, _discounted(here, falls[1]), lower)
-                totals, kept, below = (_sums(values, begins[at]) for values in parts)
-                norm[low + at], alpha[low + at] = _backoff(totals, kept, below, lengths[at] == len(base))
+                at, *weights = _backoff(here, falls[1], lower, begins, len(base))
+                norm[low + at], alpha[low + at] = weights
             out["norm3"].append(norm)
             out["alpha3"].append(alpha)
             at3 = int(starts[-1])

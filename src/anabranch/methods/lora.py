@@ -1,4 +1,7 @@
-"""Training of a LoRA: shape, recipe, and the values that users can override."""
+"""Training of a LoRA (Hu et al. 2022), without torch: shape, recipe, and the values that users can override.
+
+The tuned target is another model; nothing here drafts.
+"""
 
 from __future__ import annotations
 
