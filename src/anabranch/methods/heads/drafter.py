@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Drafter, Observation, Row, tally
-from anabranch.drafting.head import DrawNoise, RowVocabulary
+from anabranch.drafting.head import Drawn, DrawNoise, RowVocabulary
 from anabranch.drafting.settings import TreeSettings
 from anabranch.methods.heads.module import DraftHeads, VocabularyHeads
 from anabranch.model.decoder import Decoder
@@ -65,7 +65,7 @@ class HeadDraft(ABC):
     def states(self, hidden_BD: Tensor) -> Tensor:
         """States to build trees from [B, S, D], from the target's after the last norm [B, D]."""
 
-    @abstractmethod
+    @torch.inference_mode()
     def build(
         self,
         states_BSD: Tensor,
@@ -83,6 +83,23 @@ class HeadDraft(ABC):
         budget  nodes at most, root included
         depths  of the rows' trees at most
         """
+        budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
+        depth = self.depth_of(budget if depths is None else min(budget, 1 + max(depths)))
+        limits = [depth] * len(roots) if depths is None else [min(depth, limit) for limit in depths]
+        drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
+        return self._grow(states_BSD, roots, rows, drawn, budget, limits)
+
+    @abstractmethod
+    def _grow(
+        self,
+        states_BSD: Tensor,
+        roots: list[int],
+        rows: Sequence[RowVocabulary] | None,
+        drawn: Drawn | None,
+        budget: int,
+        depths: Sequence[int],
+    ) -> list[DraftTree]:
+        """The trees of rows, each of at most ``budget`` nodes and as deep as ``depths`` says."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Needs, Observation, Row, tally
 from anabranch.drafting.grow_tensors import grow_tensors, trees_of
-from anabranch.drafting.head import DrawNoise, RowVocabulary
+from anabranch.drafting.head import Drawn, RowVocabulary
 from anabranch.methods.heads.drafter import HeadDraft, HeadDrafter, HeadSettings, HeadState
 from anabranch.methods.hydra.module import HydraModule, Memory, PrefixLayer
 from anabranch.model.decoder import Decoder
@@ -43,21 +43,15 @@ class HydraDraft(HeadDraft):
         """Input of the heads [B, 1, D]."""
         return hidden_BD[:, None]
 
-    @torch.inference_mode()
-    def build(
+    def _grow(
         self,
         states_BSD: Tensor,
         roots: list[int],
-        rows: Sequence[RowVocabulary] | None = None,
-        noise: Sequence[DrawNoise | None] | None = None,
-        *,
-        budget: int | None = None,
-        depths: Sequence[int] | None = None,
+        rows: Sequence[RowVocabulary] | None,
+        drawn: Drawn | None,
+        budget: int,
+        depths: Sequence[int],
     ) -> list[DraftTree]:
-        """One tree per row from the heads' input [B, 1, D]; see ``HeadDraft``."""
-        budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
-        depth = self.depth_of(budget if depths is None else min(budget, 1 + max(depths)))
-        drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
         k, best = min(self.settings.widths[0], budget - 1), self.settings.kind == "best"
         path_BFC = states_BSD.new_zeros(len(roots), 1, 0)
 
@@ -72,13 +66,12 @@ class HydraDraft(HeadDraft):
         levels = grow_tensors(
             torch.tensor(roots, device=states_BSD.device),
             expand,
-            depth=depth,
+            depth=max(depths),
             budget=budget if best else None,
             frontier=FRONTIER,
             lazy=states_BSD.device.type == "cpu",
         )
-        limits = [depth] * len(roots) if depths is None else depths
-        trees = zip(trees_of(roots, levels, "head", budget), limits, strict=True)
+        trees = zip(trees_of(roots, levels, "head", budget), depths, strict=True)
         return [t if t.max_depth <= limit else t.select((t.depths <= limit).nonzero()[0]) for t, limit in trees]
 
 

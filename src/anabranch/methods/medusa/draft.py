@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call
 from anabranch.drafting.grow import Child, Form, Growth, by_depth, grow
-from anabranch.drafting.head import DrawNoise, RowVocabulary
+from anabranch.drafting.head import Drawn, RowVocabulary
 from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
 from anabranch.methods.heads.recipes import MOST_HEADS
 from anabranch.methods.medusa.module import MedusaModule, MedusaStates
@@ -44,22 +44,16 @@ class MedusaDraft(HeadDraft):
         """The heads' states [B, K, D]."""
         return self._states(hidden_BD)
 
-    @torch.inference_mode()
-    def build(
+    def _grow(
         self,
         states_BSD: Tensor,
         roots: list[int],
-        rows: Sequence[RowVocabulary] | None = None,
-        noise: Sequence[DrawNoise | None] | None = None,
-        *,
-        budget: int | None = None,
-        depths: Sequence[int] | None = None,
+        rows: Sequence[RowVocabulary] | None,
+        drawn: Drawn | None,
+        budget: int,
+        depths: Sequence[int],
     ) -> list[DraftTree]:
-        """One tree per row from the heads' states [B, K, D]; see ``HeadDraft``."""
-        budget = self.max_nodes if budget is None else min(budget, self.max_nodes)
-        depth = self.depth_of(budget)
-        drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
-        k = min(self.settings.widths[0], budget - 1)
+        depth, k = max(depths), min(self.settings.widths[0], budget - 1)
         states_BKD = states_BSD[:, :depth]
         if self.heads.shared is not None:
             tokens, log_probs = self.heads.shared.best_tokens(states_BKD, k, rows, drawn, slice(0, depth))
@@ -71,8 +65,7 @@ class MedusaDraft(HeadDraft):
             tokens, log_probs = (torch.cat(parts, dim=1) for parts in zip(*each, strict=True))
         # one transfer: float64 represents both
         tokens_BKk, log_probs_BKk = torch.stack((tokens.double(), log_probs.double())).tolist()
-        limits = [depth] * len(roots) if depths is None else [min(depth, limit) for limit in depths]
-        return [self._tree(*row, budget) for row in zip(roots, tokens_BKk, log_probs_BKk, limits, strict=True)]
+        return [self._tree(*row, budget) for row in zip(roots, tokens_BKk, log_probs_BKk, depths, strict=True)]
 
     def _tree(
         self, root: int, tokens: list[list[float]], log_probs: list[list[float]], depth: int, budget: int
