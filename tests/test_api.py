@@ -107,10 +107,10 @@ def test_settings_reach_the_drafter(model: Model) -> None:
     def build(spec: str) -> Any:
         return make_drafter(spec, model.target.decoder, adapter)
 
-    best = build("streams:tree=20,prune=8,k=3,depth=2,frontier=5,shortlist=64,condition=no,placement=ride")
+    best = build("streams:tree=20,prune=8,k=3,depth=2,frontier=5,condition=no,placement=ride")
     options = best.tree.settings
     assert (options.tree, options.nodes, options.k, options.depth) == ("best", 20, 3, 2)
-    assert (options.frontier, options.shortlist, options.condition) == (5, 64, False)
+    assert (options.frontier, options.condition) == (5, False)
     assert (best.prune, best.max_nodes) == (8, 20)
     assert build("streams:tree=chain").max_nodes == 4
     assert build("prompt_lookup:tokens=4,ngram=2").max_nodes == 5

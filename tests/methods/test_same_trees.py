@@ -123,7 +123,6 @@ SPECS: list[tuple[str, str, tuple[Requested, ...]]] = [
     ("rich", "streams:tree=4", (GREEDY,)),
     ("parent", "streams:nodes=20,k=5,frontier=2", (GREEDY, WARM)),
     ("parent", "streams:threshold=0.05", (GREEDY,)),
-    ("rich", "streams:shortlist=8", (GREEDY, WARM)),
     ("rich", "streams:condition=no,depth=2", (GREEDY,)),
     ("rich", "streams:tree=chain", (GREEDY, CUT, REJECTED)),
     ("rich", "streams:tree=product,k=2", (GREEDY, REJECTED)),

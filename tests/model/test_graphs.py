@@ -45,7 +45,6 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "context_top": lambda target: drafted(target, TOP, placement="ride"),
     "pruned": lambda target: drafted(target, prune=5),
     "product": lambda target: drafted(target, tree=StreamSettings(tree="product", k=2)),
-    "shortlist": lambda target: drafted(target, tree=StreamSettings(nodes=10, k=4, shortlist=8)),
     "combined": lambda target: CombinedDrafter([drafted(target), PromptLookupDrafter()], nodes=10),
 }
 RAGGED = [request(n, n, new) for n, new in ((9, 40), (1, 5), (14, 40), (4, 11), (7, 30))]

@@ -403,12 +403,12 @@ def _mark(source: str) -> str:
     return number if number.isdigit() else source[:1]
 
 
-def _place(source: str) -> tuple[bool, bool, int, str]:
+def _place(source: str) -> tuple[bool, bool, tuple[int, int], str]:
     """The key that sorts sources in the legend."""
     from anabranch.methods import methods
 
     ranks = [rank for method in methods() if (rank := method.order(source)) is not None]
-    return source != TARGET, not _mark(source).isdigit(), min(ranks, default=sys.maxsize), source
+    return source != TARGET, not _mark(source).isdigit(), min(ranks, default=(sys.maxsize, 0)), source
 
 
 # --- models -------------------------------------------------------------------------------------------------------

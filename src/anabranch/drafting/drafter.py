@@ -45,7 +45,6 @@ __all__ = [
     "Row",
     "Traits",
     "altered",
-    "numbered",
     "sized",
     "tally",
 ]
@@ -294,16 +293,6 @@ def altered(drafter: D, **members: Any) -> D:
     return made
 
 
-def numbered(word: str) -> Callable[[str], int | None]:
-    """``Method.order`` of the sources "WORD 1", "WORD 2", ..."""
-
-    def order(source: str) -> int | None:
-        name, _, number = source.partition(" ")
-        return int(number) if name == word and number.isdigit() else None
-
-    return order
-
-
 def sized(settings: Callable[..., Settings], budgets: Sequence[int]) -> Callable[[int], Iterable[Settings]]:
     """``Method.candidates`` that differ in ``nodes``, one of the ``budgets``."""
     return lambda nodes: (settings(nodes=budget) for budget in budgets if budget <= nodes)
@@ -332,7 +321,7 @@ class Method:
     pairs       builds one drafter of this method and another one, by the other's name, where its drafts go on with the
                 other's instead of being merged with them: (target, own settings, the other's settings, its module)
     pays        (target, the other's settings, its module) -> whether "auto" pairs them
-    order       the order of its sources in legends: source -> rank from 1 on, or None for sources of other methods
+    labels      of the sources of its nodes, which a depth may follow ("stream 2"), in the order of legends
     counts      the costs of its drafts, for figures: label -> (target on the meta device, shape) -> cost
     published   tokens per step and speedup reported in its paper, by target
     """
@@ -352,6 +341,14 @@ class Method:
     detached: bool = False
     pairs: Mapping[str, Callable[[Decoder, Any, Any, Any], Drafter]] = field(default_factory=dict)
     pays: Callable[[Decoder, Any, Any], bool] = lambda target, settings, module: False
-    order: Callable[[str], int | None] = lambda source: None
+    labels: tuple[str, ...] = ()
     counts: Mapping[str, Callable[[Decoder, DraftShape], DraftCost]] = field(default_factory=dict)
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def order(self, source: str) -> tuple[int, int] | None:
+        """The place of a source in legends: that of its label, and its depth; None for sources of other methods."""
+        for place, label in enumerate(self.labels):
+            depth = source.removeprefix(label)
+            if source.startswith(label) and (not depth or depth.strip().isdigit()):
+                return place, int(depth or 0)
+        return None

@@ -254,5 +254,5 @@ METHOD = Method(
     settings=LookaheadSettings,
     with_source=True,
     build=_build,
-    order=lambda source: 1 if source == "lookahead" else None,
+    labels=("lookahead",),
 )

@@ -152,5 +152,5 @@ METHOD = Method(
     candidates=lambda nodes: (LookupSettings(tokens=str(n)) for n in (2, 3, 6, 10) if n < nodes),
     default=True,
     detached=True,
-    order=lambda source: 1 if source == "prompt_lookup" else None,
+    labels=("prompt_lookup",),
 )

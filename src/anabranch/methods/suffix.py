@@ -330,5 +330,5 @@ METHOD = Method(
     # without a store: the tuner decodes the same prompts again and again, and would measure how well it remembers them
     candidates=lambda nodes: (SuffixSettings(nodes=str(n), store=0) for n in (3, 5, 8, 16, 24) if n <= nodes),
     detached=True,
-    order=lambda source: {OWN: 1, SHARED: 2}.get(source),
+    labels=(OWN, SHARED),
 )

@@ -57,7 +57,7 @@ def test_more_stream_layers_than_layers() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"tree": "bush"}, {"nodes": 1}, {"k": -1}, {"depth": -1}, {"frontier": 0}, {"shortlist": -1}],
+    [{"tree": "bush"}, {"nodes": 1}, {"k": -1}, {"depth": -1}, {"frontier": 0}],
 )
 def test_tree_options(bad: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(bad))):

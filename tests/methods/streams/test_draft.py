@@ -127,11 +127,10 @@ def test_depth_and_condition_are_options() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shortlist", [0, VOCABULARY])
-def test_a_stream_that_knows_the_noise_draws_as_the_target_does(kind: str, shortlist: int) -> None:
+def test_a_stream_that_knows_the_noise_draws_as_the_target_does(kind: str) -> None:
     """Were the streams' scores the target's own, the chain would be the very text that is drawn."""
     target = small()
-    draft = StreamDraft(target, small_adapter(target, KINDS[kind]), StreamSettings(tree="chain", shortlist=shortlist))
+    draft = StreamDraft(target, small_adapter(target, KINDS[kind]), StreamSettings(tree="chain"))
     ids = list(range(VOCABULARY))
     for seed in range(8):
         noise = DrawNoise(0.7, position_keys(seed, np.arange(4)))
@@ -144,17 +143,6 @@ def test_a_stream_that_knows_the_noise_draws_as_the_target_does(kind: str, short
                 params = SamplingParams(temperature=0.7 if b == 0 else 0.0)
                 assert token == int(target_tokens(logits, params, noise.keys_D[depth : depth + 1]))
                 path = (*path, token)
-
-
-@pytest.mark.parametrize("kind", ["parent", "path"])
-def test_a_shortlist_of_everything_is_no_shortlist(kind: str) -> None:
-    target = small("phi")
-    adapter = small_adapter(target, KINDS[kind])
-    (whole,) = StreamDraft(target, adapter, StreamSettings(nodes=16)).build(states(), [ROOT])
-    (listed,) = StreamDraft(target, adapter, StreamSettings(nodes=16, shortlist=VOCABULARY)).build(states(), [ROOT])
-    assert paths(whole) == paths(listed)
-    (short,) = StreamDraft(target, adapter, StreamSettings(nodes=16, shortlist=3, k=8)).build(states(), [ROOT])
-    assert max(len(short.children(node)) for node in range(short.size)) <= 3
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "phi"])

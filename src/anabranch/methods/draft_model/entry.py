@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.errors import CapabilityError
@@ -63,5 +63,5 @@ METHOD = Method(
     trained=TRAINED,
     variants=("", "tree=chain", "tree=auto", "tokens=auto", "tree=iid", "tree=without"),
     candidates=sized(DraftModelSettings, BUDGETS),
-    order=numbered("draft"),
+    labels=("draft",),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
-from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
@@ -58,7 +58,7 @@ METHOD = Method(
     trained=TRAINED,
     variants=("", "tree=auto", "tree=chain", "tree=static"),
     candidates=sized(EagleSettings, BUDGETS),
-    order=numbered("eagle"),
+    labels=("eagle",),
     counts={"eagle": _count},
     published=PUBLISHED,
 )

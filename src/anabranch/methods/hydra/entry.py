@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from anabranch.drafting.counting import DraftCost, DraftShape
-from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
@@ -68,6 +68,6 @@ METHOD = Method(
     trained=TRAINED,
     variants=("", "tree=auto"),
     candidates=sized(HydraSettings, BUDGETS),
-    order=numbered("head"),
+    labels=("head",),
     counts=COUNTS,
 )

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from anabranch.drafting.counting import DraftCost, DraftShape
-from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.objective import Objective
@@ -79,7 +79,7 @@ METHOD = Method(
     trained=TRAINED,
     variants=("", "tree=auto", "tree=sparse"),
     candidates=sized(HeadSettings, BUDGETS),
-    order=numbered("head"),
+    labels=("head",),
     counts=COUNTS,
 )
 

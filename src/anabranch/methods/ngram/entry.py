@@ -133,5 +133,5 @@ METHOD = Method(
     variants=("", "tree=auto", "tree=chain"),
     candidates=sized(NGramSettings, BUDGETS[:8]),
     detached=True,
-    order=lambda source: 1 if source == "ngram" else None,
+    labels=("ngram",),
 )

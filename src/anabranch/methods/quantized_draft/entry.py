@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from anabranch.drafting.drafter import Drafter, Method, numbered
+from anabranch.drafting.drafter import Drafter, Method
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError
 from anabranch.methods.quantized_draft.copy import COPY, QuantizedCopy
@@ -68,7 +68,7 @@ METHOD = Method(
     settings=QuantizedSettings,
     build=_build,
     variants=("", "tokens=4"),
-    order=numbered(COPY),
+    labels=(COPY,),
     pairs={STREAMS.name: _before_streams},
     pays=_pays,
 )

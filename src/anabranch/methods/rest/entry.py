@@ -147,5 +147,5 @@ METHOD = Method(
     variants=("", "tree=auto"),
     candidates=sized(RestSettings, BUDGETS[:8]),
     detached=True,
-    order=lambda source: 1 if source == "rest" else None,
+    labels=("rest",),
 )

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
-from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.objective import Objective
@@ -95,6 +95,6 @@ METHOD = Method(
     trained=TRAINED,
     variants=("", "tree=auto", "tree=chain", "tree=product", "placement=ride"),
     candidates=sized(SpaceSettings, BUDGETS),
-    order=numbered("mask"),
+    labels=("mask",),
     counts={"space": _count},
 )

@@ -44,7 +44,7 @@ class DeviceDraft:
         target, settings = draft.target, draft.settings
         fits = (
             (target.backend.verifies and trusted(target.device) and draft.conditioner is not None)
-            and (settings.kind == "best" and not settings.shortlist and 2 <= settings.size <= MOST_NODES)
+            and (settings.kind == "best" and 2 <= settings.size <= MOST_NODES)
             and (draft.head.weight is not None and target.config.logit_softcap is None)
         )
         return DeviceDraft(draft) if fits else None

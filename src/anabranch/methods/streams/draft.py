@@ -84,7 +84,6 @@ class StreamTrees(TreeSettings):
 class StreamSettings(StreamTrees):
     """Settings of ``streams:...``, besides those of trees.
 
-    shortlist  number of each stream's best tokens whose conditioned scores are computed; 0: the whole draft vocabulary
     condition  use the adapter's conditioning, if it has any
     copy       mix in what followed earlier matches in the text (greedy rows, best-first trees, native kernels)
     prune      number of nodes that the early-exit layer keeps; 0: all
@@ -93,8 +92,6 @@ class StreamSettings(StreamTrees):
                conditions its streams on the emitted token, otherwise ride
     """
 
-    least = (("shortlist", 0),)
-    shortlist: int = 0
     condition: bool = True
     copy: bool = False
     prune: int = 0
@@ -139,12 +136,6 @@ class StreamDraft:
             conditioner=self.conditioner,
             predictor=self.adapter.predictor,
         )
-
-    def _shortlist_logits(self, states_BFD: Tensor, tokens_Bn: Tensor) -> Tensor:
-        rows_BnD = self.target.head_rows(tokens_Bn)
-        z = (states_BFD.to(rows_BnD.dtype) @ rows_BnD.transpose(1, 2)).float()
-        bias = self.head.bias
-        return self.head.capped(z if bias is None else z + bias[tokens_Bn][:, None])
 
     def condition(self, states: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A stream's states [B, 1, D] conditioned on parent tokens [B, F]: [B, F, D], or unchanged."""
@@ -211,19 +202,13 @@ class StreamDraft:
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
         settings = self.settings
         carried: Tensor | None = None
-        shortlists: Tensor | None = None
-        if settings.shortlist and self.conditioner is not None:
-            n = min(settings.shortlist, words.ids_BV.shape[1])
-            best = self.head.logits(states_BSD[:, : self.depth], words).topk(n, dim=-1).indices
-            shortlists = words.ids_BV.gather(1, best.flatten(1)).view_as(best)
 
         def expand(d: int, tokens_BF: Tensor, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
             nonlocal carried
             if carried is not None and above_BF is not None:
                 carried = carried.gather(1, above_BF[:, :, None].expand(-1, -1, carried.shape[-1]))
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens_BF, carried)
-            ids = words.ids_BV if shortlists is None else shortlists[:, d]
-            scores = self.head.logits(states, words) if shortlists is None else self._shortlist_logits(states, ids)
+            ids, scores = words.ids_BV, self.head.logits(states, words)
             if drawn is not None:
                 scores = drawn.added(scores, ids, slice(d, d + 1))
             log_probs, best = self.head.best(scores, min(settings.width, ids.shape[1]))
@@ -358,7 +343,7 @@ class NativeDraft:
         linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
         known = conditioner is None or (len(linears) == 4 and conditioner.rank % native.BLOCK == 0)
         known = known and width % native.BLOCK == 0
-        plain = settings.kind != "product" and not settings.shortlist and head.bias is None
+        plain = settings.kind != "product" and head.bias is None
         fits = known and plain and width <= native.MAX_EMBEDDING_WIDTH and target.config.logit_softcap is None
         if not fits:
             return None

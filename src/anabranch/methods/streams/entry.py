@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from anabranch.drafting.counting import WEIGHT_BYTES, DraftCost, DraftShape, attention_operations, matrix_weights
-from anabranch.drafting.drafter import Drafter, Method, numbered, sized
+from anabranch.drafting.drafter import Drafter, Method, sized
 from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.learning.objective import Objective
@@ -28,17 +28,12 @@ from anabranch.model.decoder import Decoder
 
 __all__ = ["METHOD", "TRAINED"]
 
-LAST = 99  # rank of what is copied among the sources
 # tokens per step and speedup of lossless Speculative Streaming on MT-Bench, for Vicuna (ACL tables 6 and 1)
 PUBLISHED = {"Llama-2-7B": (3.52, 3.08), "Llama-2-13B": (3.63, 3.21), "Vicuna-33B": (3.75, 3.24)}
 
 
 def _build(target: Decoder, settings: StreamSettings, module: nn.Module | None) -> Drafter:
     return StreamDrafter(target, TRAINED.require(module, "streams"), settings)
-
-
-def _order(source: str) -> int | None:
-    return numbered("stream")(source) or (LAST if source == COPIED else None)
 
 
 def _objective(
@@ -119,7 +114,7 @@ METHOD = Method(
     candidates=sized(StreamSettings, BUDGETS),
     default=True,
     with_source=True,
-    order=_order,
+    labels=("stream", COPIED),
     counts={"streams": _naive, "streams, optimised": _optimised},
     published=PUBLISHED,
 )
