@@ -97,7 +97,7 @@ def test_a_copy_of_weights_that_four_bits_hold_is_nearly_always_right(sampling: 
 def test_certainty_scales_the_scores_of_greedy_rows(certainty: float | None) -> None:
     model, adapter = setup()
     head = DraftHead(model, adapter.vocabulary)
-    native = NativeDraft.of(model, head, StreamSettings(tree="chain", depth=1), depth=1, certainty=certainty)
+    native = NativeDraft(model, head, StreamSettings(tree="chain", depth=1), depth=1, certainty=certainty)
     state = torch.randn(1, BASE.hidden_size, generator=torch.Generator().manual_seed(3)).to(model.dtype)
     scores = head.scores(state)[0].float() * (certainty or 1.0)
     drafted = native.nodes(state, 1, None, None)

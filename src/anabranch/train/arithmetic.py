@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from anabranch.errors import CapabilityError
 from anabranch.model.decoder import Decoder
@@ -23,6 +25,7 @@ __all__ = ["ARITHMETIC", "INT8", "chosen_dtype", "chosen_products", "learner_of"
 ARITHMETIC = "arithmetic"  # in the plan of a run's checkpoint
 INT8 = "int8"
 ROWS, ROUNDS = 512, 5
+K = TypeVar("K")
 FASTER = 1.2  # how much faster float32 must be: its activations take twice the memory
 
 
@@ -43,13 +46,11 @@ def chosen_dtype(decoder: Decoder, form: str, stored: Mapping[str, Any] | None =
     if stored is not None:
         return names.get((stored.get("plan") or {}).get(ARITHMETIC, ""), own)
     width = decoder.config.hidden_size
-    best = dict.fromkeys(names.values(), float("inf"))
-    for _ in range(ROUNDS):
-        for dtype in best:
-            rows, weight = torch.ones(ROWS, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
-            began = time.perf_counter()
-            torch.nn.functional.linear(rows, weight)
-            best[dtype] = min(best[dtype], time.perf_counter() - began)
+    works = {}
+    for dtype in names.values():
+        rows, weight = torch.ones(ROWS, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
+        works[dtype] = partial(F.linear, rows, weight)
+    best = _least_seconds(works, time.perf_counter)
     return torch.float32 if best[own] > FASTER * best[torch.float32] else own
 
 
@@ -80,25 +81,28 @@ def chosen_products(decoder: Decoder, form: str, stored: Mapping[str, Any] | Non
         int8.gradient(slopes)
 
     def plain() -> None:
-        torch.nn.functional.linear(rows, weight)
+        F.linear(rows, weight)
         slopes @ weight
 
-    best, threads = {INT8: float("inf"), own: float("inf")}, torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for _ in range(ROUNDS):
-            for kind, work in ((INT8, narrow), (own, plain)):
-                best[kind] = min(best[kind], _processor_seconds(work))
+        # the processor's time: time by the clock, and that of threads that wait, is others' too
+        best = _least_seconds({INT8: narrow, own: plain}, time.process_time)
     finally:
         torch.set_num_threads(threads)
     return min(best, key=lambda kind: best[kind])
 
 
-def _processor_seconds(work: Callable[[], None]) -> float:
-    """The time that the processor works on it; time by the clock, and that of threads that wait, is others' too."""
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+def _least_seconds(works: Mapping[K, Callable[[], object]], clock: Callable[[], float]) -> dict[K, float]:
+    """The shortest time of each of some works, which alternate."""
+    best = dict.fromkeys(works, float("inf"))
+    for _ in range(ROUNDS):
+        for kind, work in works.items():
+            began = clock()
+            work()
+            best[kind] = min(best[kind], clock() - began)
+    return best
 
 
 def packed_learner(decoder: Decoder, lowest: int, products: str) -> Decoder:

@@ -84,12 +84,12 @@ class QuantizedCopy:
         """The copy's layers, and what chooses the token after a state of it; None where the kernels lack either."""
         if not QuantizedCopy.fits(target):
             return None
-        following = NativeDraft.of(target, head, StreamSettings(tree="chain", depth=1), depth=1, certainty=CERTAINTY)
-        if following is None:
+        one = target, head, StreamSettings(tree="chain", depth=1)
+        if not NativeDraft.fits(*one, None):
             return None
         if target not in _copies:
             _copies[target] = Stack.of_target(target, [narrow_layer(block) for block in target.blocks])
-        return _copies[target], following
+        return _copies[target], NativeDraft(*one, depth=1, certainty=CERTAINTY)
 
     def run(self, rows: Sequence[Copied], cache: Cache, count: int, most: int) -> None:
         """Draft at least ``count`` tokens after each row's root, and at most ``most``; slots ascend.

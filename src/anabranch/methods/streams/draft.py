@@ -130,12 +130,10 @@ class StreamDraft:
     @cached_property
     def native(self) -> NativeDraft | None:
         """The builder on the native kernels, if they support it; created on first use, since training needs none."""
-        return NativeDraft.of(
-            *(self.target, self.head, self.settings),
-            depth=self.depth,
-            conditioner=self.conditioner,
-            predictor=self.adapter.predictor,
-        )
+        given = self.target, self.head, self.settings, self.conditioner
+        if not NativeDraft.fits(*given):
+            return None
+        return NativeDraft(*given, depth=self.depth, predictor=self.adapter.predictor)
 
     def condition(self, states: Tensor, tokens: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A stream's states [B, 1, D] conditioned on parent tokens [B, F]: [B, F, D], or unchanged."""
@@ -280,18 +278,24 @@ class _Siblings:
 
 
 class NativeDraft:
-    """Builds the tree of one row with the native kernels: conditioning, scoring and selection in one call."""
+    """Builds the tree of one row with the native kernels: conditioning, scoring and selection in one call.
+
+    depth      states that a tree is built from
+    predictor  what one of them is called in sources
+    certainty  what scores (of sampled rows with their noise) are multiplied by to give the logits of acceptance
+               probabilities; None: ``CONFIDENCE`` for sampled rows, 1 for others
+    """
 
     def __init__(
         self,
         target: Decoder,
         head: DraftHead,
         settings: StreamSettings,
-        linears: dict[str, NativeLinear],
+        conditioner: Conditioner | None = None,
         *,
         depth: int,
-        predictor: str,
-        certainty: float | None,
+        predictor: str = "stream",
+        certainty: float | None = None,
     ) -> None:
         assert isinstance(head.scores, NativeLinear), "the kernels have these scores"
         self._greedy, self._sampled = (1.0, CONFIDENCE) if certainty is None else (certainty, certainty)
@@ -300,6 +304,8 @@ class NativeDraft:
         self._sources = ("target", *(f"{predictor} {d}" for d in range(1, depth + 1)), COPIED)
         self.copies, self._copy_weight = settings.copy and settings.kind == "best", COPY_STEPS
         vocabulary = head.vocabulary
+        terms = {} if conditioner is None else conditioner.packed
+        linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
         self._kept = (linears, head, vocabulary, target.embedding)
         self._config = DraftConfig(
             embedding=table_of(target),
@@ -319,35 +325,17 @@ class NativeDraft:
         )
 
     @staticmethod
-    def of(
-        target: Decoder,
-        head: DraftHead,
-        settings: StreamSettings,
-        *,
-        depth: int,
-        conditioner: Conditioner | None = None,
-        predictor: str = "stream",
-        certainty: float | None = None,
-    ) -> NativeDraft | None:
-        """None unless the target runs on the kernels, with best-first trees or chains, conditioned on paths or not.
-
-        depth      states that a tree is built from
-        predictor  what one of them is called in sources
-        certainty  what scores (of sampled rows with their noise) are multiplied by to give the logits of acceptance
-                   probabilities; None: ``CONFIDENCE`` for sampled rows, 1 for others
-        """
+    def fits(target: Decoder, head: DraftHead, settings: StreamSettings, conditioner: Conditioner | None) -> bool:
+        """Return whether the target runs on the kernels, which know best-first trees and chains, conditioned or not."""
         width = target.config.hidden_size
-        if not isinstance(head.scores, NativeLinear):
-            return None
-        terms = {} if conditioner is None else conditioner.packed
-        linears = {name: linear for name, linear in terms.items() if isinstance(linear, NativeLinear)}
-        known = conditioner is None or (len(linears) == 4 and conditioner.rank % native.BLOCK == 0)
-        known = known and width % native.BLOCK == 0
-        plain = settings.kind != "product" and head.bias is None
-        fits = known and plain and width <= native.MAX_EMBEDDING_WIDTH and target.config.logit_softcap is None
-        if not fits:
-            return None
-        return NativeDraft(target, head, settings, linears, depth=depth, predictor=predictor, certainty=certainty)
+        if not isinstance(head.scores, NativeLinear) or settings.kind == "product" or head.bias is not None:
+            return False
+        if width % native.BLOCK or width > native.MAX_EMBEDDING_WIDTH or target.config.logit_softcap is not None:
+            return False
+        if conditioner is None:
+            return True
+        linears = [linear for linear in conditioner.packed.values() if isinstance(linear, NativeLinear)]
+        return len(linears) == 4 and conditioner.rank % native.BLOCK == 0
 
     def __call__(
         self,
