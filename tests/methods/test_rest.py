@@ -106,7 +106,7 @@ def test_matches_are_spread_over_the_range_where_there_are_many() -> None:
 
 
 def draft(found: Datastore, tokens: list[int], nodes: int = 8, depth: int = 9, **options: int) -> list[list[int]]:
-    drafter = RestDrafter(found, RestSettings(nodes=nodes, **options))
+    drafter = RestDrafter(found, RestSettings(**options))
     row = Row(tokens, len(tokens), SamplingParams(), max_depth=depth)
     (tree,) = drafter.draft([row], nodes)
     assert tree.log_probs is not None
