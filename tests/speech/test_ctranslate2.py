@@ -16,6 +16,7 @@ from toy_whisper import TIMES, write_ctranslate2
 
 from anabranch.errors import AnabranchError, FileError, ModelError
 from anabranch.model.ctranslate2 import read_ctranslate2
+from anabranch.model.load import load_target
 
 Oracle = tuple[Any, Any]
 
@@ -31,6 +32,18 @@ def test_all_tensors_have_the_values_and_names_of_transformers(
     for name, value in state.items():
         torch.testing.assert_close(contents.tensors[name].float(), value, rtol=error, atol=error, msg=name)
     assert contents.dtype == torch.float32
+
+
+def test_rounded_weights_choose_the_type_that_the_kernels_take(oracle: Oracle, tmp_path: Path) -> None:
+    """The file leaves the type open; one that is given is kept."""
+    folder = str(write_ctranslate2(oracle, tmp_path / "model"))
+    types = {
+        kind: load_target(folder, device="cpu", quantize=kind).decoder.dtype
+        for kind in ("auto", "none", "int8", "int4")
+    }
+    rounded = dict.fromkeys(("int8", "int4"), torch.bfloat16)
+    assert types == {"auto": torch.float32, "none": torch.float32, **rounded}
+    assert load_target(folder, device="cpu", quantize="int8", dtype="float32").decoder.dtype == torch.float32
 
 
 def test_the_config_is_that_of_transformers(oracle: Oracle, tmp_path: Path) -> None:

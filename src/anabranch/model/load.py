@@ -113,7 +113,8 @@ def load_target(
 ) -> Target:
     """Load a target by name: ``default``, a folder, a ``.gguf`` file, or a hub id (at ``revision``).
 
-    dtype     auto (as stored), float32, bfloat16 or float16
+    dtype     auto (as stored; bfloat16 where files of CTranslate2 or GGUF are rounded on a CPU), float32, bfloat16 or
+              float16
     device    auto (cuda if available), cpu, cuda or cuda:N
     quantize  auto, none, int8 or int4 (``model.quantize``): the quantised model is then the target. With auto, a
               quantised GGUF file, or a folder of quantised safetensors whose values its formats have
@@ -146,6 +147,8 @@ def load_target(
         if wanted is None and (wanted := checkpoint.dtype) is None:
             named = _DTYPES.get(str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")))
             wanted = stored_dtype(config, checkpoint.tensors, named)
+        elif dtype == "auto" and rounding != "none" and place.type == "cpu":
+            wanted = torch.bfloat16  # the file leaves the type open, and kernels multiply rounded weights in bf16 only
         if lora is not None:
             tensors = with_lora(tensors, read_lora(lora, config), config)
             needs = needs or read_settings(lora).needs
