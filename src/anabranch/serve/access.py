@@ -138,7 +138,7 @@ class Access:
         await self.app(scope, receive, send)
 
     def _number(self, headers: Headers) -> int | None:
-        """Which of the keys a request has."""
+        """Return the number of the key that a request has; None: it has none of them."""
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         data = given.encode("latin-1", "replace")

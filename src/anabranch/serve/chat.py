@@ -49,7 +49,7 @@ class ChatBody(Sampling):
 
     @property
     def with_steps(self) -> bool:
-        """Whether chunks have the steps of decoding."""
+        """Return whether chunks have the steps of decoding."""
         return self.anabranch is not None and bool(self.anabranch.steps)
 
     def turn(self) -> Turn:

@@ -117,7 +117,7 @@ class _Written:
         return {**self._head(), "choices": choices, "usage": usage(self.call), "metrics": speculation(self.call)}
 
     def _log_probs(self, result: Any, score: Score | None, offset: int) -> dict[str, Any] | None:
-        """Of the prompt's tokens, if they are echoed, and of the new ones; ``result`` is a chunk, a result or None."""
+        """Log probabilities of an echoed prompt and of new tokens; ``result`` is a chunk, a result or None."""
         if self.body.logprobs is None:
             return None
         tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""What the server says of itself and its model: models, health, slots, properties, metrics; and its tokenizer."""
+"""Models, health, slots, properties, metrics, and the tokenizer."""
 
 from __future__ import annotations
 

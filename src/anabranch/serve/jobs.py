@@ -1,4 +1,4 @@
-"""What the event loop hands to the decoding thread, and what comes back."""
+"""Jobs, which the event loop hands to the decoding thread, and the events that come back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Event", "Job", "ScoreJob"]
 
 @dataclass(eq=False)
 class Job:
-    """One sequence to decode, and what became of it. Times are those of ``time.monotonic``.
+    """One sequence to decode, and its progress. Times are those of ``time.monotonic``.
 
     arrived   when its request came
     priority  higher ones come first
@@ -56,7 +56,7 @@ class ScoreJob:
 
 @dataclass(frozen=True)
 class Event:
-    """What one part of an answer produced: a chunk, a score, or the error that ended it."""
+    """A product of one part of an answer: a chunk, a score, or the error that ended it."""
 
     part: int
     chunk: Chunk | None = None
@@ -65,5 +65,5 @@ class Event:
 
     @property
     def last(self) -> bool:
-        """Whether its part has ended."""
+        """Return whether its part has ended."""
         return self.chunk is None or self.chunk.result is not None

@@ -1,4 +1,4 @@
-"""What the handlers of all interfaces share: the model, its names, and the way from prompts to an answer."""
+"""The model, its names, and the way from prompts to an answer, which the handlers of all interfaces share."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["Settings", "check", "is_loopback", "keys_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Where the server listens, who may call it, and its limits."""
+    """The server's address, its keys and its limits."""
 
     host: Annotated[str, Option("listen on this address")] = "127.0.0.1"
     port: Annotated[int, Option("listen on this port; 0: any free one")] = 8000

@@ -1,4 +1,4 @@
-"""What an answer must be: fields of OpenAI, Anthropic, vLLM and llama.cpp, as the options of a call.
+"""Formats of answers: fields of OpenAI, Anthropic, vLLM and llama.cpp, as the options of a call.
 
 A call that the model must make is a grammar: the function's name is given, its arguments follow their schema. So is a
 text with calls of strict functions, if it makes any.

@@ -27,7 +27,7 @@ PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTAL
 
 
 def style_of(template: str | None) -> Style | None:
-    """How a chat template lets its model write tool calls; None for a form that is not known here."""
+    """The form in which a chat template lets its model write tool calls; None for one that is not known here."""
     if not template:
         return "tags"
     if "<function=" in template:
@@ -183,7 +183,7 @@ class ToolReader:
         return ()
 
     def _known(self, name: str) -> bool:
-        """Whether JSON without tags is a call: in Llama's form always, else if the request has a tool of this name."""
+        """Return whether JSON without tags is a call: in Llama's form always, else if a tool has this name."""
         return self._style == "json" or name in self._tools
 
     def _begun(self, name: str) -> Piece:

@@ -1,4 +1,4 @@
-"""From a conversation with tools to a call: what chat completions, messages and responses share."""
+"""From a conversation with tools to a call, for chat completions, messages and responses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def prompt_of(service: Service, turn: Turn) -> list[int]:
 
 
 def style(service: Service) -> Style | None:
-    """How the model writes tool calls."""
+    """The form in which the model writes tool calls."""
     tokenizer = service.model.tokenizer
     if not template_reads(tokenizer, "tools", ChatTemplate()):
         return "tags"
