@@ -214,5 +214,12 @@ def test_what_is_not_trained_is_refused(tmp_path: Path) -> None:
     recipe = trainable("streams").trained.training.recipe("small", {})
     with pytest.raises(CapabilityError, match=r"training on plain text \(--text\) is for decoder-only models"):
         read_data(target, recipe, text=tmp_path / "text.txt")
+    example = Example((0,), (5, 6, 7), encoded=Source([8, 9]))
+    for name in ("paper-lossless", "paper-shared"):
+        paper = trainable("streams").trained.training.recipe(name, {"stream_layers": 2})
+        with pytest.raises(
+            CapabilityError, match="streams of encoder-decoder models keep the frozen target's MLP; use"
+        ):
+            train_adapter(target, trainable("streams"), paper, [example] * 2, tmp_path / name)
     with pytest.raises(CapabilityError, match="eagle does not draft for encoder-decoder models such as "):
         train_adapter(target, trainable("eagle"), recipe, [], tmp_path / "adapter")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.drafting.trained import adopt_shape, check_shape
+from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import Recipe
 from anabranch.learning.target import run_frozen
@@ -30,7 +31,15 @@ RIDGE = 1e-2  # of the inputs' mean square: directions that these rows do not fi
 
 
 def start_streams(target: Decoder, adapter: StreamAdapter, examples: Sequence[Example]) -> None:
-    """Set weights and learning rates from what the target computes on ``examples``, which training uses."""
+    """Set weights and learning rates from what the target computes on ``examples``, which training uses.
+
+    Raises CapabilityError for adapters in the place of an encoder-decoder target's MLPs: ``mlp_rows`` reads no source.
+    """
+    if target.encoder is not None and (adapter.config.stream_mlp == "adapter" or adapter.config.mode == "shared"):
+        raise CapabilityError(
+            "streams of encoder-decoder models keep the frozen target's MLP; use --stream-mlp mlp+adapter in mode "
+            "lossless, as the recipes default-adapter and small"
+        )
     scale_to_target(target, adapter)
     if adapter.config.stream_mlp == "adapter" and examples:
         threads = torch.get_num_threads()
