@@ -193,10 +193,10 @@ class Peer:
         if self._closed:
             raise PeerError(f"the peer {self.name!r} {self._failure or 'was closed'}")
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: its remaining output says more
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
         try:
+            with contextlib.suppress(OSError):  # it has ended: its remaining output says more
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
             line = self._next_line()
         except queue.Empty:
             self._fail(f"gave no answer to {request['op']!r} within {self.timeout:g} s and was stopped")
