@@ -233,7 +233,7 @@ def test_a_soak_leaves_nothing_behind(toys: ToyFolders, tmp_path: Path) -> None:
     """Also the script's own smoke test: its requests are answered, and it sees memory and files."""
     script, out = ROOT / "scripts" / "soak_server.py", tmp_path / "soak.json"
     options = ["--adapter", str(toys.adapter), "--dtype", "float32", "--device", "cpu"]
-    command = [sys.executable, script, "--model", toys.model, "--seconds", "120", "--out", out, "--", *options]
+    command = [sys.executable, script, "--model", toys.model, "--seconds", "300", "--out", out, "--", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text(encoding="utf-8"))["requests"]["probe 200"] > 0
