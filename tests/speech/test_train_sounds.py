@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from scipy.io import wavfile
 
@@ -17,7 +18,8 @@ from anabranch.errors import CapabilityError, FileError
 from anabranch.train.answers import EncodedPrompt, write_answers
 from anabranch.train.job import read_data, train_adapter, trainable
 from anabranch.train.sounds import found_sounds, write_transcripts
-from toy_text import toy_model
+from test_doc_commands import FENCED, ROOT, commands, forget, shrunk, write
+from toy_text import VOCABULARY, byte_tokenizer, toy_model
 from verbs import Anabranch
 
 STREAMS: Any = {"num_streams": 2, "stream_layers": 1, "adapter_rank": 4, "attention_rank": 4, "conditioning_rank": 32}
@@ -75,6 +77,32 @@ def test_an_adapter_drafts_transcripts(
         assert [each.windows for each in drafted] == [each.windows for each in plain]
         assert sum(each.stats.draft_nodes for each in drafted) > 0
     assert drafting.transcribe(sounds[0], language="en").drafter.startswith("streams")
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::anabranch.errors.AnabranchWarning")
+def test_commands_of_the_page_run_as_written(
+    folder: Path, files: Path, tmp_path: Path, anabranch: Anabranch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": VOCABULARY - 1}
+    for each in (T5ForConditionalGeneration(T5Config(**sizes, **ends)), byte_tokenizer(template=False)):
+        each.save_pretrained(tmp_path / "MODEL")
+    shutil.copytree(tmp_path / "MODEL", tmp_path / "google" / "flan-t5-small")
+    shutil.copytree(tmp_path / "MODEL", tmp_path / "FOLDER")
+    shutil.copytree(folder, tmp_path / "whisper-base")
+    files.rename(tmp_path / "recordings")
+    shutil.copy(tmp_path / "recordings" / "0.wav", tmp_path / "talk.wav")
+    write(tmp_path / "sources.jsonl", [{"prompt": f"the source {n}"} for n in range(8)])
+    monkeypatch.chdir(tmp_path)
+    for words in commands(ROOT / "docs" / "encoder_decoder.md", FENCED):
+        forget(words)
+        layers = ["--stream-layers", 2, "--pruning-rank", 0] if words[:2] == ["train", "streams"] else []
+        done = anabranch(*shrunk(words), *layers)
+        assert done.code == 0, f"{words}\n{done.err[-2000:]}"
 
 
 def test_bad_data_are_one_sentence(model: Model, files: Path, tmp_path: Path, anabranch: Anabranch) -> None:
