@@ -30,6 +30,7 @@ import httpx
 from anabranch.support.files import write_atomically
 
 PATIENCE = 120.0  # seconds after which an answer counts as hung
+PREFIXES = 8  # MiB of kept texts, few enough to be full after the warm-up
 GROWTH = 1.15  # of memory after the warm-up, which is no leak: allocators keep pages
 PROBE = {"prompt": "the river", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
@@ -97,7 +98,8 @@ class Soak:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "anabranch", "serve", "--port", "0", "--model", arguments.model, *arguments.more]
+    command = [sys.executable, "-m", "anabranch", "serve", "--port", "0", "--model", arguments.model]
+    command += ["--prefix-memory", str(PREFIXES), *arguments.more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
