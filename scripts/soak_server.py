@@ -30,7 +30,7 @@ import httpx
 from anabranch.support.files import write_atomically
 
 PATIENCE = 120.0  # seconds after which an answer counts as hung
-PREFIXES = 8  # MiB of kept texts, few enough to be full after the warm-up
+PREFIXES = 8  # MiB of kept texts; so few are full after the warm-up, and do not count as growth
 GROWTH = 1.15  # of memory after the warm-up, which is no leak: allocators keep pages
 PROBE = {"prompt": "the river", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
