@@ -32,7 +32,11 @@ SHAPES = ("1x1", "1x8", "1x32", "8x1", "32x1")
 
 
 def model_of(kind: str) -> Any:
-    """The default model's architecture with random weights, packed."""
+    """The default model's architecture with random weights, packed; or the model of a GGUF file, as it is stored."""
+    if kind not in FORMATS:
+        import anabranch
+
+        return anabranch.load(kind).target.decoder
     from anabranch.model.config import ModelConfig, RopeConfig
     from anabranch.model.decoder import Decoder
     from anabranch.model.pack import pack_decoder
@@ -160,7 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--before", type=Path, metavar="DIR", help="the other checkout")
-    parser.add_argument("--format", action="append", choices=FORMATS, help="format of the weights; repeatable")
+    parser.add_argument(
+        "--format", action="append", metavar="F", help="bf16, compact, float32, int8, int4, or a GGUF file; repeatable"
+    )
     parser.add_argument("--shape", action="append", metavar="BxN", help="sequences and nodes of a pass; repeatable")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache")
     parser.add_argument("--passes", type=int, default=10, help="timed passes in a turn, of which the median counts")

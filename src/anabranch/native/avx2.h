@@ -211,9 +211,6 @@ inline U32x16 masked_load_u32(const int64_t* p, int n) {
 
 struct QuantizedGroup {
   int8_t value[BLOCK];
-#ifndef __AVXVNNI__
-  int16_t wide[BLOCK];  // the values again: of every 4 the first and third, then the second and fourth
-#endif
   float scale, sum;
   int32_t offset[2];
 };
@@ -237,12 +234,6 @@ inline void store32(QuantizedGroup* row, int b, F32x16 low, F32x16 high) {
     return _mm256_permute4x64_epi64(both, 0xd8);
   };
   const __m256i l = whole(low * inverse), h = whole(high * inverse);
-#ifndef __AVXVNNI__
-  const auto apart = [](__m256i x) { return _mm256_shufflelo_epi16(_mm256_shufflehi_epi16(x, 0xd8), 0xd8); };
-  auto* wide = reinterpret_cast<__m256i*>(row[b].wide);
-  _mm256_storeu_si256(wide, apart(l));
-  _mm256_storeu_si256(wide + 1, apart(h));
-#endif
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(l, h), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(row[b].value), bytes);
   const auto sum = [](__m256i x) {

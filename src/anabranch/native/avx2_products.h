@@ -116,81 +116,120 @@ inline __m256i broadcast8(const void* p) {
   return _mm256_set1_epi32(word);
 }
 
-// ``multiply_group``: sum[m] = the integer products of one group, for VECTORS vectors of 8 outputs
-#ifdef __AVXVNNI__
-// UNROLLED: steps of k. GCC copies all sums at each step if the loop is not unrolled, and reloads the weights for each row if it
-// is unrolled by 8
-constexpr int ROWS_AT_ONCE = 4, UNROLLED = 4;
+// Stops compilers from computing all terms of a sum before they add them, which takes more registers than there are.
+inline void keep_order(__m256i& sum) { asm("" : "+x"(sum)); }
 
-inline __m256i add_products(__m256i sum, __m256i weights, __m256i values) {
-  return _mm256_dpbusd_avx_epi32(sum, weights, values);
-}
-#else
-constexpr int ROWS_AT_ONCE = 3, UNROLLED = 1;
-#endif
+constexpr int ROWS_AT_ONCE = 4;
 
-// sum + the products of values 4 k to 4 k + 3 of a row and of 8 outputs' weights, in bytes
-inline __m256i add_byte_products(__m256i sum, __m256i weights, const QuantizedGroup& x, int k) {
 #ifdef __AVXVNNI__
-  return add_products(sum, weights, broadcast8(x.value + 4 * k));
-#else
-  const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(weights, 8);
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, broadcast8(x.wide + 4 * k)));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, broadcast8(x.wide + 4 * k + 2)));
-#endif
-}
+template <int STORED>
+constexpr int OFFSET = STORED;  // that is left in the products, see ``offset_of``
 
-template <int ROWS, int VECTORS>
-inline void multiply_group(Int8, const QuantizedGroup* x, int64_t stride, const uint8_t* w, __m256i (&sum)[ROWS][VECTORS]) {
+// sum[m][j] += the products of rows' values 4 q to 4 q + 3 with ``weights(q, j)``, for QUADS values of q from ``first`` on;
+// weights are unsigned, of BITS bits
+template <int BITS, int QUADS, int ROWS, int VECTORS, class Weights>
+inline void add_products(const QuantizedGroup* x, int64_t stride, int first, Weights&& weights, __m256i (&sum)[ROWS][VECTORS]) {
 #pragma GCC unroll 8
-  for (int m = 0; m < ROWS; ++m)
+  for (int q = first; q < first + QUADS; ++q) {
+    __m256i w[VECTORS];
 #pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_set1_epi32(offset_of<128>(x[m * stride], 0, 1));
-#pragma GCC unroll UNROLLED
-  for (int k = 0; k < BLOCK / 4; ++k) {
-#ifdef __AVXVNNI__
-    __m256i weights[VECTORS];
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j)
-      weights[j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
+    for (int j = 0; j < VECTORS; ++j) w[j] = weights(q, j);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
-      const __m256i values = broadcast8(x[m * stride].value + 4 * k);
-#pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; ++j) sum[m][j] = add_products(sum[m][j], weights[j], values);
-    }
-#else
-    const __m256i low = _mm256_set1_epi16(0xff);
-    __m256i even[VECTORS], odd[VECTORS];
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; ++j) {
-      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * k + 32 * j));
-      even[j] = _mm256_and_si256(both, low);
-      odd[j] = _mm256_srli_epi16(both, 8);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m) {
-      const int16_t* value = x[m * stride].wide + 4 * k;
-      const __m256i first = broadcast8(value), second = broadcast8(value + 2);
+      const __m256i values = broadcast8(x[m * stride].value + 4 * q);
 #pragma GCC unroll 8
       for (int j = 0; j < VECTORS; ++j) {
-        sum[m][j] = _mm256_add_epi32(sum[m][j], _mm256_madd_epi16(even[j], first));
-        sum[m][j] = _mm256_add_epi32(sum[m][j], _mm256_madd_epi16(odd[j], second));
+        sum[m][j] = _mm256_dpbusd_avx_epi32(sum[m][j], w[j], values);
+        keep_order(sum[m][j]);
       }
     }
-#endif
   }
 }
+#else
+template <int STORED>
+constexpr int OFFSET = STORED == 128 ? 0 : STORED;
+
+// quads whose products can be summed in 16 bits
+template <int BITS>
+constexpr int QUADS_IN_16 = std::min(8, 32767 / (2 * 127 * ((1 << BITS) - 1)));
+
+// sum[m][j] += factor[j] times the products, see above
+template <int BITS, int QUADS, int ROWS, int VECTORS, class Weights>
+inline void add_products(const QuantizedGroup* x, int64_t stride, int first, Weights&& weights, const __m256i (&factor)[VECTORS],
+                         __m256i (&sum)[ROWS][VECTORS]) {
+  constexpr int TOGETHER = std::min(QUADS, QUADS_IN_16<BITS>);
+#pragma GCC unroll 8
+  for (int from = first; from < first + QUADS; from += TOGETHER) {
+    __m256i pairs[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < TOGETHER; ++i) {
+      __m256i w[VECTORS];
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j) w[j] = weights(from + i, j);
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; ++m) {
+        const __m256i values = broadcast8(x[m * stride].value + 4 * (from + i));
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; ++j) {
+          const __m256i products = _mm256_maddubs_epi16(w[j], values);
+          pairs[m][j] = i == 0 ? products : _mm256_add_epi16(pairs[m][j], products);
+          keep_order(pairs[m][j]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j) sum[m][j] = _mm256_add_epi32(sum[m][j], _mm256_madd_epi16(pairs[m][j], factor[j]));
+  }
+}
+
+// the same without factors; bytes stand for their values less 128
+template <int BITS, int QUADS, int ROWS, int VECTORS, class Weights>
+inline void add_products(const QuantizedGroup* x, int64_t stride, int first, Weights&& weights, __m256i (&sum)[ROWS][VECTORS]) {
+  const __m256i one = _mm256_set1_epi16(1);
+  if constexpr (BITS < 8) {
+    __m256i ones[VECTORS];
+    for (auto& each : ones) each = one;
+    add_products<BITS, QUADS>(x, stride, first, weights, ones, sum);
+  } else {
+#pragma GCC unroll 8
+    for (int q = first; q < first + QUADS; ++q) {
+      __m256i w[VECTORS], size[VECTORS];
+#pragma GCC unroll 8
+      for (int j = 0; j < VECTORS; ++j) {
+        w[j] = _mm256_xor_si256(weights(q, j), _mm256_set1_epi8(-128));
+        size[j] = _mm256_abs_epi8(w[j]);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; ++m) {
+        const __m256i values = broadcast8(x[m * stride].value + 4 * q);
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; ++j) {
+          const __m256i pairs = _mm256_maddubs_epi16(size[j], _mm256_sign_epi8(values, w[j]));
+          sum[m][j] = _mm256_add_epi32(sum[m][j], _mm256_madd_epi16(pairs, one));
+          keep_order(sum[m][j]);
+        }
+      }
+    }
+  }
+}
+#endif
 
 inline __m256 float_of_half(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-// total[m] += the products of one group, for the 16 outputs of vectors ``at`` and ``at`` + 1
-template <class W, int ROWS>
+// total[m] += the products of one group of int8 weights, for the 16 outputs of vectors ``at`` and ``at`` + 1
+template <int ROWS>
 NOINLINE void multiply_group_part(const QuantizedGroup* x, int64_t stride, const uint8_t* w, int at, __m256 (*total)[4]) {
   __m256i sum[ROWS][2];
-  multiply_group<ROWS, 2>(W{}, x, stride, w + 32 * at, sum);
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m) sum[m][0] = sum[m][1] = _mm256_set1_epi32(offset_of<OFFSET<128>>(x[m * stride], 0, 1));
+  const auto weights = [&](int q, int j) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 128 * q + 32 * (at + j)));
+  };
+  add_products<8, BLOCK / 4>(x, stride, 0, weights, sum);
 #pragma GCC unroll 8
   for (int j = 0; j < 2; ++j)
 #pragma GCC unroll 8
@@ -212,7 +251,7 @@ inline void multiply_tile(int count, const QuantizedGroup* x, int64_t stride, co
     for (int i = 0; i < LINES_OF_GROUP; ++i) prefetch_second(ahead + 64 * i);
     for (int m = 0; m < count; m += size)
       with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
-        for (int at = 0; at < 4; at += 2) multiply_group_part<W, n>(x + g + m * stride, stride, w, at, total + m);
+        for (int at = 0; at < 4; at += 2) multiply_group_part<n>(x + g + m * stride, stride, w, at, total + m);
       });
   }
   const float* scales = reinterpret_cast<const float*>(block + static_cast<int64_t>(groups) * W::GROUP);
@@ -235,9 +274,9 @@ inline __m256i stored_quad(const uint8_t* group, int q, int at) {
   }
   if constexpr (F::HIGH > 0) {
     constexpr int HIGH_EACH = 8 / F::HIGH;
-    const __m256i bits = line(F::LOW + q / HIGH_EACH);
+    const __m256i high = line(F::LOW + q / HIGH_EACH);
     const int up = F::LOW - F::HIGH * (q % HIGH_EACH);
-    const __m256i moved = up >= 0 ? _mm256_slli_epi16(bits, up) : _mm256_srli_epi16(bits, -up);
+    const __m256i moved = up >= 0 ? _mm256_slli_epi16(high, up) : _mm256_srli_epi16(high, -up);
     const __m256i mask = _mm256_set1_epi8(static_cast<char>(((1 << F::HIGH) - 1) << F::LOW));
     value = _mm256_or_si256(value, _mm256_and_si256(moved, mask));
   }
@@ -249,74 +288,86 @@ inline __m256i stored_quad(const uint8_t* group, int q, int at) {
   return value;
 }
 
-// sum + the products of values 4 q to 4 q + 3 of a row and of 8 outputs' weights
+#ifdef __AVXVNNI__
 template <class F>
-inline __m256i add_stored_products(__m256i sum, __m256i weights, const QuantizedGroup& x, int q) {
-#ifndef __AVXVNNI__
-  if (F::LOW + F::HIGH <= 6 && !F::CODES) {  // two products fit 16 bits
-    const __m256i pairs = _mm256_maddubs_epi16(weights, broadcast8(x.value + 4 * q));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-  }
+constexpr bool FACTORS = false;
+#else
+// integers that multiply scales are factors of the integer products, which stay below 2^24
+template <class F>
+constexpr bool FACTORS = F::SUB && byte_offset<F>() == 0;
 #endif
-  return add_byte_products(sum, weights, x, q);
+
+// 8 bytes, each as two equal numbers of 16 bits
+inline __m256i twice_8(const uint8_t* bytes) {
+  const __m256i eight = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+  const __m256i from = _mm256_setr_epi8(0, -1, 0, -1, 1, -1, 1, -1, 2, -1, 2, -1, 3, -1, 3, -1,  //
+                                        4, -1, 4, -1, 5, -1, 5, -1, 6, -1, 6, -1, 7, -1, 7, -1);
+  return _mm256_shuffle_epi8(eight, from);
 }
 
-// Scales and minima of 8 outputs, vector ``at``, for the values of half ``h`` of a group.
+// the halves at p, of the scales or minima of 8 outputs
 template <class F>
-struct StoredScales {
-  StoredScales(const uint8_t* head, const uint8_t* group, int h, int at) {
-    const uint8_t* halves = (F::SUB ? head : group + F::VALUE_BYTES) + 16 * at;
-    if constexpr (F::POWERS) {
-      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
-      scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    } else {
-      scale = float_of_half(halves);
-    }
-    minimum = F::MINIMUM ? float_of_half(halves + 2 * BLOCK) : _mm256_setzero_ps();
-    if constexpr (F::SUB) {
-      const uint8_t* sub = group + F::VALUE_BYTES + BLOCK * h + 8 * at;
-      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(sub));
-      scale = scale * _mm256_cvtepi32_ps(F::SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-      if constexpr (F::MINIMUM) {
-        const __m128i less = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(sub + F::SCALE_BYTES));
-        minimum = minimum * _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(less));
-      }
-    }
-  }
-  __m256 scale, minimum;
-};
+inline __m256 stored_halves(const uint8_t* p) {
+  if constexpr (!F::POWERS) return float_of_half(p);
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
 
-// total[m] += the products of group ``w``, for the 16 outputs of vectors ``at`` and ``at`` + 1
-template <class F, int ROWS>
-NOINLINE void multiply_stored_part(const QuantizedGroup* x, int64_t stride, const uint8_t* head, const uint8_t* w, int at,
-                                   __m256 (*total)[4]) {
-  constexpr int QUADS = BLOCK / 4 / F::HALVES;
-#pragma GCC unroll 2
-  for (int h = 0; h < F::HALVES; ++h) {
-    __m256i sum[ROWS][2];
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m)
-      sum[m][0] = sum[m][1] = _mm256_set1_epi32(offset_of<byte_offset<F>()>(x[m * stride], h, F::HALVES));
-#pragma GCC unroll 8
-    for (int i = 0; i < QUADS; ++i) {
-      const int q = QUADS * h + i;
-      const __m256i w0 = stored_quad<F>(w, q, at), w1 = stored_quad<F>(w, q, at + 1);
-#pragma GCC unroll 8
-      for (int m = 0; m < ROWS; ++m) {
-        sum[m][0] = add_stored_products<F>(sum[m][0], w0, x[m * stride], q);
-        sum[m][1] = add_stored_products<F>(sum[m][1], w1, x[m * stride], q);
-      }
+// halves of 8 outputs times their integers at p, for half a group
+template <bool SIGNED_BYTES>
+inline __m256 times_bytes(__m256 halves, const uint8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return halves * _mm256_cvtepi32_ps(SIGNED_BYTES ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+}
+
+// total[m] += the products of ``groups`` groups from ``w`` on, for the outputs of VECTORS vectors from ``at`` on; the groups have one
+// head. Prefetches ``fetched`` cache lines for each group.
+template <class F, int ROWS, int VECTORS>
+NOINLINE void multiply_stored_part(const QuantizedGroup* x, int64_t stride, const uint8_t* head, const uint8_t* w, int groups,
+                                   int at, const char* next, int fetched, __m256 (*total)[4]) {
+  constexpr int QUADS = BLOCK / 4 / F::HALVES, BITS = F::CODES ? 8 : F::LOW + F::HIGH;
+  __m256 scale[VECTORS], minimum[VECTORS];
+  const auto read_halves = [&](const uint8_t* from) {
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; ++j) {
+      scale[j] = stored_halves<F>(from + 16 * (at + j));
+      minimum[j] = F::MINIMUM ? stored_halves<F>(from + 2 * BLOCK + 16 * (at + j)) : _mm256_setzero_ps();
     }
+  };
+  if (F::SUB) read_halves(head);
+  for (int g = 0; g < groups; ++g, ++x, w += F::GROUP) {
+    for (int i = 0; i < fetched; ++i, next += 64) prefetch_for(ROWS, next);
+    if (!F::SUB) read_halves(w + F::VALUE_BYTES);
+    const auto weights = [&](int q, int j) { return stored_quad<F>(w, q, at + j); };
 #pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      const StoredScales<F> of(head, w, h, at + j);
+    for (int h = 0; h < F::HALVES; ++h) {
+      const uint8_t* sub = w + F::VALUE_BYTES + BLOCK * h + 8 * at;  // of SUB formats
+      __m256i sum[ROWS][VECTORS];
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; ++m) {
-        __m256& to = total[m][at + j];
-        to = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][j]) * of.scale, _mm256_set1_ps(x[m * stride].scale), to);
-        if constexpr (F::MINIMUM) {
-          const __m256 values = _mm256_set1_ps(sum_of(x[m * stride], h, F::HALVES));
-          to = F::SUB ? _mm256_fnmadd_ps(values, of.minimum, to) : _mm256_fmadd_ps(values, of.minimum, to);
+      for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; ++j)
+          sum[m][j] = _mm256_set1_epi32(offset_of<OFFSET<byte_offset<F>()>>(x[m * stride], h, F::HALVES));
+      if constexpr (FACTORS<F>) {
+        __m256i factors[VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; ++j) factors[j] = twice_8(sub + 8 * j);
+        add_products<BITS, QUADS>(x, stride, QUADS * h, weights, factors, sum);
+      } else {
+        add_products<BITS, QUADS>(x, stride, QUADS * h, weights, sum);
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; ++j) {
+        const __m256 times = F::SUB && !FACTORS<F> ? times_bytes<F::SIGNED>(scale[j], sub + 8 * j) : scale[j];
+        const __m256 plus = F::SUB && F::MINIMUM ? times_bytes<false>(minimum[j], sub + F::SCALE_BYTES + 8 * j) : minimum[j];
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; ++m) {
+          __m256& to = total[m][at + j];
+          to = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][j]) * times, _mm256_set1_ps(x[m * stride].scale), to);
+          if constexpr (F::MINIMUM) {
+            const __m256 values = _mm256_set1_ps(sum_of(x[m * stride], h, F::HALVES));
+            to = F::SUB ? _mm256_fnmadd_ps(values, plus, to) : _mm256_fmadd_ps(values, plus, to);
+          }
         }
       }
     }
@@ -326,18 +377,22 @@ NOINLINE void multiply_stored_part(const QuantizedGroup* x, int64_t stride, cons
 template <class F>
 inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
                             int lines, Sums& acc) {
-  const int fetched = (F::CACHE_LINES * lines + 1) / 2;
+  constexpr int TOGETHER = 8;
+  const int fetched = F::CACHE_LINES * lines, all = width / BLOCK;
   const int parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, size = (count + parts - 1) / parts;
   __m256 total[MAX_TILE_ROWS][4];
   for (int m = 0; m < count; ++m)
     for (auto& v : total[m]) v = _mm256_setzero_ps();
-  for (int g = 0; g < width / BLOCK; ++g) {
+  for (int g = 0; g < all; g += TOGETHER) {
     const uint8_t *head = block + F::head_at(g), *w = block + F::group_at(g);
     const char* ahead = next + F::group_at(g) * lines / 2;
-    for (int i = 0; i < fetched; ++i) prefetch_for(count, ahead + 64 * i);
     for (int m = 0; m < count; m += size)
       with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
-        for (int at = 0; at < 4; at += 2) multiply_stored_part<F, n>(x + g + m * stride, stride, head, w, at, total + m);
+        constexpr int VECTORS = n == 1 ? 4 : 2;
+        const int each = (fetched * VECTORS + 7) / 8;
+        for (int at = 0; at < 4; at += VECTORS)
+          multiply_stored_part<F, n, VECTORS>(x + g + m * stride, stride, head, w, std::min(TOGETHER, all - g), at,
+                                     ahead + 64 * TOGETHER * each * at / VECTORS, m == 0 ? each : 0, total + m);
       });
   }
   auto* sums = &acc[0][0].low;
