@@ -30,6 +30,7 @@ from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.riding import NativeRider, Side, Term
 from anabranch.native import library as native
+from anabranch.native import structs
 from anabranch.sampling import position_keys
 from children import in_child
 
@@ -134,15 +135,15 @@ def test_wrong_tensors_are_refused() -> None:
         lambda: k.copy_outputs(weight, np.array([40]), k.room(weight, 2)[0], 0),
         lambda: k.copy_outputs(weight, np.array([-1]), k.room(weight, 2)[0], 0),
         lambda: k.copy_outputs(weight, np.array([3, 4]), k.room(weight, 2)[0], 1),
-        lambda: k.copy_outputs(weight, np.array([3]), native.Packed(weight.data, 40, 64, 3), 0),
+        lambda: k.copy_outputs(weight, np.array([3]), structs.Packed(weight.data, 40, 64, 3), 0),
         lambda: k.linear(x[:, :62], weight, None),
         lambda: k.linear(x.float(), weight, None),
         lambda: k.linear(x.half(), weight, None),
         lambda: k.linear(x[0], weight, None),
         lambda: k.linear(x, weight, torch.zeros(39)),
         lambda: k.linear(x, weight, torch.zeros(40).bfloat16()),
-        lambda: k.linear(x, native.Packed(weight.data, 40, 64, 9), None),
-        lambda: k.linear(x, native.Packed(None, 40, 64, 0), None),
+        lambda: k.linear(x, structs.Packed(weight.data, 40, 64, 9), None),
+        lambda: k.linear(x, structs.Packed(None, 40, 64, 0), None),
         lambda: k.choose(x[:, :62], weight, None),
         lambda: k.norm(torch.randn(2, 33), torch.ones(33), 1e-6, torch.float32),
         lambda: k.norm(torch.randn(2, 32), torch.ones(31), 1e-6, torch.float32),
@@ -172,15 +173,15 @@ def test_the_c_side_refuses_by_itself() -> None:
     size, room = ctypes.c_int64(), torch.zeros(4096)
     at = ctypes.c_void_p(room.data_ptr())
     assert "odd width" in refused(
-        c.anabranch_packed_bytes(ctypes.byref(native.Packed(None, 8, 5, 0)), ctypes.byref(size))
+        c.anabranch_packed_bytes(ctypes.byref(structs.Packed(None, 8, 5, 0)), ctypes.byref(size))
     )
     assert "odd width" in refused(
-        c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 5, 0)), at, None, None)
+        c.anabranch_pack(ctypes.byref(structs.Packed(room.data_ptr(), 8, 5, 0)), at, None, None)
     )
     assert "multiple of 32" in refused(
-        c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 40, 3)), at, at, at)
+        c.anabranch_pack(ctypes.byref(structs.Packed(room.data_ptr(), 8, 40, 3)), at, at, at)
     )
-    assert "null" in refused(c.anabranch_pack(ctypes.byref(native.Packed(room.data_ptr(), 8, 32, 3)), at, at, None))
+    assert "null" in refused(c.anabranch_pack(ctypes.byref(structs.Packed(room.data_ptr(), 8, 32, 3)), at, at, None))
     assert "null" in refused(c.anabranch_linear(0, None, None, 1, None, None, None))
     assert "threads" in refused(c.anabranch_runner(0, ctypes.byref(ctypes.c_void_p())))
     assert "whole blocks" in refused(c.anabranch_norm(1, at, ctypes.c_int64(1), 40, at, None, 0, ctypes.c_float(0), at))
@@ -202,7 +203,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         for name, value in step.items():
             setattr(made.native, name, value)
         sizes, layers = stack.ready(memory, 0, 0, BASE.num_layers)
-        sizes = native.Shape.from_buffer_copy(sizes)
+        sizes = structs.Shape.from_buffer_copy(sizes)
         for name, value in (shape or {}).items():
             setattr(sizes, name, value)
         stack.kernels.layers(sizes, layers, made.native)

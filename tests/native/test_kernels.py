@@ -40,6 +40,7 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import QuantizedWeight, quantize_decoder
 from anabranch.model.stack import Stack
 from anabranch.native import library as native
+from anabranch.native.arguments import BLOCK
 from anabranch.sampling import SamplingParams, argmax, gumbels, position_keys
 from anabranch.tree import DraftTree
 from small import logits_of
@@ -757,7 +758,7 @@ def test_drafts_as_in_pytorch(
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_levels_score_the_blocks_of_a_streams_best_tokens(dtype: torch.dtype, rank: int) -> None:
     """Blocks of 32 tokens; they suffice where streams are not conditioned on paths. A row's own tokens always count."""
-    vocabulary = 2 * native.BLOCK * BLOCKS + 11
+    vocabulary = 2 * BLOCK * BLOCKS + 11
     model = decoder(variant(vocab_size=vocabulary + 100), dtype)
     shape = StreamConfig(num_stream_layers=2, conditioning="path" if rank else "none", conditioning_rank=rank)
     adapter = StreamAdapter(model.config, shape, torch.arange(vocabulary)).to(dtype).eval().requires_grad_(False)

@@ -10,6 +10,7 @@ from gguf.quants import quantize
 from test_kernels import needs_kernels, quantized_rows
 
 from anabranch.native import library as native
+from anabranch.native import structs
 from anabranch.native.arguments import FLOATS, STORED_TYPES
 from stored_rows import HALVES, raw_rows, values_of
 
@@ -27,7 +28,7 @@ def library() -> native.Library:
 
 def stored(
     name: str, outputs: int, *, seed: int = 0, kind: str = "stored"
-) -> tuple[native.Packed, torch.Tensor, torch.Tensor]:
+) -> tuple[structs.Packed, torch.Tensor, torch.Tensor]:
     """A packed weight, its memory, and its values [outputs, WIDTH]."""
     raw = raw_rows(name, outputs, WIDTH, seed)
     packed, memory = library().stored([STORED_TYPES[name]] * -(-outputs // 32), outputs, WIDTH, kind=kind)

@@ -37,7 +37,7 @@ from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
 from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
 from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
 from anabranch.native import library as native
-from anabranch.native.arguments import FLOATS
+from anabranch.native.arguments import BLOCK, FLOATS, STORED_TYPES
 
 __all__ = ["NotStoredError", "Packing", "StoredModel", "describe_stored", "fill_as_stored"]
 
@@ -72,11 +72,11 @@ class _Run(NamedTuple):
     @property
     def blocks(self) -> int:
         count = self.matrix.shape[0] if self.rows is None else len(self.rows)
-        return -(-count // native.BLOCK)
+        return -(-count // BLOCK)
 
     def pieces(self) -> Iterator[NDArray[np.uint8]]:
         """The rows [n, bytes of a row], some at a time, whose pages are given back after use."""
-        return self.matrix.pieces(self.rows, native.BLOCK)
+        return self.matrix.pieces(self.rows, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _Weight:
                 finite = kernels.pack_stored(packed, block, kind, rows, every=run.every)
                 if not finite:
                     raise _not_finite(run.name)
-                block += len(rows) // native.BLOCK * run.every
+                block += len(rows) // BLOCK * run.every
         return StoredWeight(packed, memory)
 
 
@@ -292,7 +292,7 @@ def _weight(decoder: Decoder, name: str, matrices: Mapping[str, Matrix], *, whol
         if stored is None:
             raise NotStoredError(f"{names[0]} is not a matrix", surprising=True)
         matrix = matrices[stored]
-        if matrix.kind.name not in native.STORED_TYPES:
+        if matrix.kind.name not in STORED_TYPES:
             raise NotStoredError(f"{stored} is stored as {matrix.kind.name}, which has no kernels", surprising=True)
         if matrix.shape != (rows, width):
             raise ModelError(
@@ -301,9 +301,9 @@ def _weight(decoder: Decoder, name: str, matrices: Mapping[str, Matrix], *, whol
             )
         parts.append((stored, matrix))
     gated = whole and name.endswith("mlp.up.weight") and config.gated_mlp
-    divides = all(matrix.shape[0] % (native.BLOCK * (1 + gated)) == 0 for _, matrix in parts[: None if gated else -1])
-    if not divides or width % native.BLOCK:
-        raise NotStoredError(f"{parts[0][0]} does not divide into blocks of {native.BLOCK} outputs", surprising=True)
+    divides = all(matrix.shape[0] % (BLOCK * (1 + gated)) == 0 for _, matrix in parts[: None if gated else -1])
+    if not divides or width % BLOCK:
+        raise NotStoredError(f"{parts[0][0]} does not divide into blocks of {BLOCK} outputs", surprising=True)
     return _Weight(name, tuple(parts), gated)
 
 

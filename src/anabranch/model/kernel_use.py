@@ -12,6 +12,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.quantize import QuantizedLinear
 from anabranch.model.stored import dtype_name
 from anabranch.native import library as native
+from anabranch.native.arguments import BLOCK
 from anabranch.native.selection import Shortfall
 from anabranch.support.log import warn
 
@@ -128,7 +129,7 @@ def _lacking_layers(c: ModelConfig) -> Shortfall | None:
     if c.experts is not None:
         sizes["the width of an expert"] = c.experts.width
     for name, size in sizes.items():
-        if size % native.BLOCK:
+        if size % BLOCK:
             return Shortfall(f"the native kernels take sizes in multiples of 32, and {name} is {size}")
     if c.head_dim > 128 and c.head_dim != 256:
         return Shortfall(f"the native kernels take heads of at most 128 channels or of 256, not of {c.head_dim}")
@@ -152,5 +153,5 @@ def products_for(target: Decoder) -> bool:
     if target.config == target.config.dense() or target.device.type != "cpu":
         return False
     return not (_lacking_type(target) or _lacking_library()) and all(
-        linear.in_features % native.BLOCK == 0 for linear in target.modules() if isinstance(linear, QuantizedLinear)
+        linear.in_features % BLOCK == 0 for linear in target.modules() if isinstance(linear, QuantizedLinear)
     )

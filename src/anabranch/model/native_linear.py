@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from anabranch.model.network import Network
 from anabranch.model.quantize import GROUP, QuantizedWeight
 from anabranch.native import library as native
-from anabranch.native.arguments import IN_FILE_FORMATS
+from anabranch.native import structs
+from anabranch.native.arguments import BLOCK, IN_FILE_FORMATS, KINDS
 
 __all__ = [
     "HeadTable",
@@ -55,11 +56,11 @@ class Screen:
             values[part], scale[part] = made.values, made.scale
             size[part] = NORM_ROUNDING * copy.norm(dim=1)
             error[part] = NORM_ROUNDING * (w - copy).norm(dim=1) + SUM_ROUNDING * w.shape[1] * size[part]
-        more = -len(weight) % native.BLOCK
+        more = -len(weight) % BLOCK
         self.bounds = F.pad(error, (0, more)), F.pad(size, (0, more))
         packed, self._memory = kernels.pack("int8", values, scale)
         self.bounded = bool(self.bounds[1].max() <= MAX_NORM)  # false if a norm is NaN
-        self.native = native.Screen(packed, *(bound.data_ptr() for bound in self.bounds))
+        self.native = structs.Screen(packed, *(bound.data_ptr() for bound in self.bounds))
 
     @staticmethod
     def of(kernels: native.Library, weight: Tensor, bias: Tensor | None) -> Screen | None:
@@ -78,7 +79,7 @@ class Screen:
 class StoredWeight(NamedTuple):
     """A weight packed in the formats of its GGUF file (``native.library``), and the memory that it points to."""
 
-    packed: native.Packed
+    packed: structs.Packed
     memory: Tensor
 
 
@@ -112,13 +113,13 @@ class NativeLinear(nn.Module):
         kernels = native.library()
         assert kernels is not None, native.why_not()
         self.kernels, self.wide, self.gated, self.weight = kernels, wide, gated, keep
-        self.kind: str  # one of native.KINDS
+        self.kind: str  # one of KINDS
         self.screen = Screen.of(kernels, weight, bias) if screen and isinstance(weight, Tensor) else None
         exact = QuantizedWeight.exact(weight) if compact and isinstance(weight, Tensor) else None
         stored = weight if exact is None else exact
         if isinstance(stored, StoredWeight):
             self.packed, self._memory = stored
-            self.kind, self.dtype = IN_FILE_FORMATS[self.packed.kind == native.KINDS["floats"]], torch.bfloat16
+            self.kind, self.dtype = IN_FILE_FORMATS[self.packed.kind == KINDS["floats"]], torch.bfloat16
         elif isinstance(stored, QuantizedWeight):
             q = stored.outputs(self._interleave) if gated else stored
             self.kind, self.dtype = q.kind if exact is None else "compact", torch.bfloat16
@@ -142,7 +143,7 @@ class NativeLinear(nn.Module):
     @staticmethod
     def _interleave(y: Tensor, *, back: bool = False) -> Tensor:
         """Interleave blocks of the first half and of the second of axis 0, or undo that (``back``)."""
-        shape = (-1, 2, native.BLOCK) if back else (2, -1, native.BLOCK)
+        shape = (-1, 2, BLOCK) if back else (2, -1, BLOCK)
         return y.view(*shape, *y.shape[1:]).transpose(0, 1).reshape(y.shape)
 
     @property
@@ -161,7 +162,7 @@ class NativeLinear(nn.Module):
             return NativeLinear(QuantizedWeight.of(self.dense(), "int4"), self.bias, gated=self.gated)
         same = copy(self)
         same.kind = "int4"
-        same.packed = native.Packed(self.packed.data, *(self.packed.outputs, self.packed.width), native.KINDS["int4"])
+        same.packed = structs.Packed(self.packed.data, *(self.packed.outputs, self.packed.width), KINDS["int4"])
         return same
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,12 +191,12 @@ class NativeLinear(nn.Module):
         if self.kind in IN_FILE_FORMATS:
             rows = self.kernels.unpack_stored(self.packed, outputs.flatten().numpy())
             return rows.to(self.dtype).view(*outputs.shape, self.in_features)
-        return self._blocks()[outputs // native.BLOCK, :, outputs % native.BLOCK].flatten(-2)[..., : self.in_features]
+        return self._blocks()[outputs // BLOCK, :, outputs % BLOCK].flatten(-2)[..., : self.in_features]
 
     def _blocks(self) -> Tensor:
         """A packed weight that is not quantised [blocks, packed width / together, BLOCK, together]."""
         together = 4 // self.dtype.itemsize
-        return self._memory.view(self.dtype).view(-1, self.packed.width // together, native.BLOCK, together)
+        return self._memory.view(self.dtype).view(-1, self.packed.width // together, BLOCK, together)
 
     def dense(self) -> Tensor:
         """The unpacked (and dequantised) weight [out, in], rounded to the inputs' type."""
@@ -214,15 +215,15 @@ class NativeLinear(nn.Module):
 class SelectedOutputs(NativeLinear):
     """A growing selection of outputs of a packed weight, for drafts, in the weight's format; bf16 weights' in int8."""
 
-    def __init__(self, source: NativeLinear, packed: native.Packed) -> None:
+    def __init__(self, source: NativeLinear, packed: structs.Packed) -> None:
         nn.Module.__init__(self)
         self._source, self._from = [source], packed  # in a list, so that it is not a submodule
         self.kernels, self.wide, self.gated = source.kernels, source.wide, False
         self.dtype, self.in_features, self.out_features = source.dtype, source.in_features, 0
         self.kind = source.kind if packed is source.packed else "int8"
         self.weight = self.screen = self.bias = self.offset = None
-        self._room, self._memory = self.kernels.room(packed, native.BLOCK)
-        self.packed = native.Packed(None, 0, packed.width, packed.kind)
+        self._room, self._memory = self.kernels.room(packed, BLOCK)
+        self.packed = structs.Packed(None, 0, packed.width, packed.kind)
 
     @staticmethod
     def of(source: nn.Module) -> SelectedOutputs | None:
@@ -244,7 +245,7 @@ class SelectedOutputs(NativeLinear):
             self.kernels.copy_outputs(self._room, np.arange(first), room, 0)
             self._room, self._memory = room, memory
         self.kernels.copy_outputs(self._from, outputs, self._room, first)
-        self.packed = native.Packed(self._room.data, count, self._room.width, self._room.kind)
+        self.packed = structs.Packed(self._room.data, count, self._room.width, self._room.kind)
         self.out_features = count
 
 
@@ -263,7 +264,7 @@ class HeadTable(nn.Module):
 class RowTable(nn.Module):
     """An embedding in the format of its GGUF file, looked up by row: its values are exact, float32.
 
-    rows  uint8 [words, bytes of a row], in the format with the number ``kind`` (``native.STORED_TYPES``)
+    rows  uint8 [words, bytes of a row], in the format with the number ``kind`` (``STORED_TYPES``)
     """
 
     def __init__(self, kernels: native.Library, kind: int, rows: Tensor, width: int) -> None:
@@ -276,17 +277,17 @@ class RowTable(nn.Module):
         return rows.view(*tokens.shape, self.width)
 
 
-def table_of(target: Network) -> native.Table:
+def table_of(target: Network) -> structs.Table:
     """A target's embedding for the kernels; the target must outlive their calls."""
     if isinstance(target.embedding, HeadTable):
         packed = target.embedding.head.packed
-        return native.Table(rows=packed.data, packed=1, words=packed.outputs)
+        return structs.Table(rows=packed.data, packed=1, words=packed.outputs)
     if isinstance(target.embedding, RowTable):
         rows = target.embedding.rows
-        return native.Table(rows=rows.data_ptr(), packed=2, words=len(rows), type=target.embedding.kind)
+        return structs.Table(rows=rows.data_ptr(), packed=2, words=len(rows), type=target.embedding.kind)
     weight = target.embedding.weight
     assert weight.is_contiguous()
-    return native.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
+    return structs.Table(rows=weight.data_ptr(), packed=0, words=len(weight))
 
 
 def _width(weight: Tensor | QuantizedWeight | StoredWeight) -> int:

@@ -21,8 +21,8 @@ from torch import Tensor
 from anabranch.model.inputs import starts_of
 from anabranch.model.native_linear import NativeLinear
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.native import library as native
-from anabranch.native.arguments import address
+from anabranch.native import structs
+from anabranch.native.arguments import BLOCK, address
 
 __all__ = ["NativeRider", "Ridden", "RiderCall", "Side", "Term"]
 
@@ -73,7 +73,7 @@ class Ridden(NamedTuple):
 class NativeRider:
     """A rider for the native kernels (``rider.h``): its weights, packed in the type of a target's rows.
 
-    kind        of the target's weights, one of ``native.KINDS``
+    kind        of the target's weights, one of ``KINDS``
     start       the first layer with streams, or where pruning is
     streams     S; 0: pruning only
     own         nodes attend to their own streams, which are then part of the model
@@ -110,18 +110,18 @@ class NativeRider:
     ) -> None:
         self._kind, self._kept = kind, list[object]()
         turns = None if angles is None else torch.stack((angles.cos(), angles.sin()), dim=1)
-        inputs, up, hidden = native.Packed(), native.Packed(), None
+        inputs, up, hidden = structs.Packed(), structs.Packed(), None
         if root is not None:
-            more = -len(root[0]) % native.BLOCK
+            more = -len(root[0]) % BLOCK
             inputs, up = self._pack(F.pad(root[0], (0, 0, 0, more))), self._pack(F.pad(root[2], (0, more)))
             hidden = self._pointer(F.pad(root[1], (0, more)))
-        self._native = native.Rider(
+        self._native = structs.Rider(
             start=start,
             least=-math.inf,
             softcap=softcap or 0.0,
             from_main=from_main,
             positioned=positioned,
-            streams=native.Streams(count=streams, own=own, turns=self._pointer(turns)),
+            streams=structs.Streams(count=streams, own=own, turns=self._pointer(turns)),
             embeddings=self._pointer(embeddings),
             init=self._term(init),
             inputs=inputs,
@@ -138,7 +138,7 @@ class NativeRider:
         least  minimum log probability of a node that stays, given its parent; -inf: none
         """
         made = copy(self)
-        made._native = native.Rider.from_buffer_copy(self._native)
+        made._native = structs.Rider.from_buffer_copy(self._native)
         made._native.keep, made._native.least = keep, least
         if not ride:
             made._native.streams.count, made._native.sides = 0, None
@@ -147,7 +147,7 @@ class NativeRider:
     def _sides(self, sides: Sequence[Side]) -> int | None:
         if all(side.bare for side in sides):
             return None
-        made = (native.StreamLayer * len(sides))()
+        made = (structs.StreamLayer * len(sides))()
         for layer, side in zip(made, sides, strict=True):
             layer.qkv, layer.out, layer.down = self._term(side.qkv), self._term(side.out), self._term(side.down)
             layer.up, layer.mlp = self._term(side.up, gated=side.gated), self._term(side.mlp)
@@ -162,15 +162,15 @@ class NativeRider:
         self._kept.append(kept)
         return int(kept.data_ptr())
 
-    def _term(self, term: Term | None, *, gated: bool = False) -> native.LowRank:
+    def _term(self, term: Term | None, *, gated: bool = False) -> structs.LowRank:
         """A packed term, with its rank zero-padded to a multiple that the kernels support."""
         if term is None:
-            return native.LowRank()
-        more = -len(term.down) % native.BLOCK
+            return structs.LowRank()
+        more = -len(term.down) % BLOCK
         down = self._pack(F.pad(term.down.detach(), (0, 0, 0, more)))
-        return native.LowRank(down, self._pack(F.pad(term.up.detach(), (0, more)), gated=gated))
+        return structs.LowRank(down, self._pack(F.pad(term.up.detach(), (0, more)), gated=gated))
 
-    def _pack(self, weight: Tensor, *, gated: bool = False) -> native.Packed:
+    def _pack(self, weight: Tensor, *, gated: bool = False) -> structs.Packed:
         """A weight in the type of the target's rows; int8 beside quantised weights of any kind."""
         weight = weight.detach()
         plain = self._kind in ("bfloat16", "float32")
@@ -190,8 +190,8 @@ class NativeRider:
 class RiderCall:
     """A rider in one pass: the struct for the kernels, and the memory that they write."""
 
-    def __init__(self, rider: native.Rider, counts: Sequence[int], width: int, dtype: torch.dtype, words: int) -> None:
-        self.native = native.Rider.from_buffer_copy(rider)
+    def __init__(self, rider: structs.Rider, counts: Sequence[int], width: int, dtype: torch.dtype, words: int) -> None:
+        self.native = structs.Rider.from_buffer_copy(rider)
         self._starts = starts_of(counts)
         nodes, streams, prunes = sum(counts), rider.streams.count, rider.least > -math.inf
         if 0 < rider.keep < max(counts):

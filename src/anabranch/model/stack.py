@@ -27,6 +27,7 @@ from anabranch.model.passes import Need
 from anabranch.model.relative import biases_of
 from anabranch.model.riding import RiderCall
 from anabranch.native import library as native
+from anabranch.native import structs
 from anabranch.native.arguments import address, require
 
 __all__ = ["LayerWeights", "Stack", "StackStep", "norm_weight"]
@@ -74,7 +75,7 @@ class LayerWeights:
 class StackStep(NamedTuple):
     """The rows of a pass for the kernels, and the memory that they point to."""
 
-    native: native.RaggedBatch
+    native: structs.RaggedBatch
     held: tuple[object, ...]
 
 
@@ -90,17 +91,17 @@ class Stack:
         config = target.config
         self.kernels, self.config, self.first, self._rope = kernels, config, first, target.rope()
         self.dtype = target.dtype
-        self.kind = layers[0].qkv.of_rows  # of the rows between two products, one of native.KINDS
+        self.kind = layers[0].qkv.of_rows  # of the rows between two products, one of KINDS
         self._window = config.sliding_window or 0  # 0: none
         self._kept: list[object] = []  # memory that the structs point to
-        self._ready: dict[tuple[int, ...], tuple[native.Shape, native.Layers]] = {}
+        self._ready: dict[tuple[int, ...], tuple[structs.Shape, structs.Layers]] = {}
         self._norms: dict[Norm, tuple[Tensor, Tensor | None]] = {}
         self._table = (torch.empty(0), 0, 0)  # the last result of ``_pointers``
-        self._ends: native.Ends | None = None
+        self._ends: structs.Ends | None = None
         self._layers = [self._struct(layer, index) for index, layer in enumerate(layers, first)]
         self.nbytes = sum(linear.nbytes for layer in layers for linear in layer.linears)
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
-        self._shape = native.Shape(
+        self._shape = structs.Shape(
             d=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -126,14 +127,14 @@ class Stack:
     def of_target(target: Network, layers: Sequence[LayerWeights] | None = None) -> Stack:
         """All layers of a packed target, with its embedding, last norm and head; ``layers`` replace its own."""
         stack = Stack(target, layers or [LayerWeights.of(block) for block in target.blocks], 0)
-        stack._ends = native.Ends(
+        stack._ends = structs.Ends(
             embedding=table_of(target),
             places=stack._places(target),
             **stack._norm("norm", target.norm),
             **stack._norm("norm_embedding", target.norm_embedding),
             head=stack._packed(target.head),
             bias=stack._pointer(target.head.offset),
-            screen=native.Screen() if target.head.screen is None else target.head.screen.native,
+            screen=structs.Screen() if target.head.screen is None else target.head.screen.native,
         )
         stack._kept.append(target.embedding)
         return stack
@@ -145,9 +146,9 @@ class Stack:
         self._kept.append(kept)
         return int(kept.data_ptr())
 
-    def _packed(self, linear: NativeLinear | None) -> native.Packed:
+    def _packed(self, linear: NativeLinear | None) -> structs.Packed:
         if linear is None:
-            return native.Packed()
+            return structs.Packed()
         self._kept.append(linear)
         return linear.packed
 
@@ -157,16 +158,16 @@ class Stack:
             return {}
         return {name: self._pointer(norm_weight(norm)), f"{name}_bias": self._pointer(norm_bias(norm))}
 
-    def _places(self, target: Network) -> native.Table:
+    def _places(self, target: Network) -> structs.Table:
         """The embeddings of positions in the weights' type; empty if there are none."""
         if target.places(torch.arange(0), self.dtype) is None:
-            return native.Table()  # before all positions are listed: of a context without bound they take 8 GB
+            return structs.Table()  # before all positions are listed: of a context without bound they take 8 GB
         places = target.places(torch.arange(self.config.max_positions), self.dtype)
         assert places is not None
         self._kept.append(places)
-        return native.Table(rows=places.data_ptr(), packed=0, words=len(places))
+        return structs.Table(rows=places.data_ptr(), packed=0, words=len(places))
 
-    def _struct(self, layer: LayerWeights, index: int) -> native.Layer:
+    def _struct(self, layer: LayerWeights, index: int) -> structs.Layer:
         block, turn = layer.block, layer.block.rotation
         # in a parallel block one norm may be for both
         before_mlp = block.norm_in if block.config.wiring == "parallel" else block.norm_mlp
@@ -183,14 +184,14 @@ class Stack:
             fields |= self._norm(name, norm)
             # the kernels have LayerNorm only before or after attention and MLP
             assert name in ("norm_in", "norm_mlp") or fields.pop(f"{name}_bias", None) is None
-        cross = native.Cross(
+        cross = structs.Cross(
             **self._norm("norm", block.norm_cross),
             q_bias=self._pointer(None if layer.cross_q is None else layer.cross_q.offset),
             out_bias=self._pointer(None if layer.cross_out is None else layer.cross_out.offset),
             q=self._packed(layer.cross_q),
             out=self._packed(layer.cross_out),
         )
-        return native.Layer(
+        return structs.Layer(
             **fields,
             cross=cross,
             source=index,
@@ -210,19 +211,19 @@ class Stack:
             high=self._packed(layer.high),
         )
 
-    def ready(self, cache: Cache, slot: int, low: int, high: int) -> tuple[native.Shape, native.Layers]:
+    def ready(self, cache: Cache, slot: int, low: int, high: int) -> tuple[structs.Shape, structs.Layers]:
         """Sizes and structs of layers ``low`` to ``high`` - 1 of the target, over the cache's rows from ``slot`` on."""
         size = cache.keys.element_size()
         key = (cache.keys.data_ptr(), cache.values.data_ptr(), slot, low, high, *cache.keys.stride())
         if key not in self._ready:
             while len(self._ready) >= KEPT + len(self._layers):
                 del self._ready[next(iter(self._ready))]
-            chosen = (native.Layer * (high - low))(*self._layers[low - self.first : high - self.first])
+            chosen = (structs.Layer * (high - low))(*self._layers[low - self.first : high - self.first])
             layer_bytes, slot_bytes = cache.keys.stride(0) * size, cache.keys.stride(1) * size * slot
             for index, layer in enumerate(chosen, low):
                 layer.keys = cache.keys.data_ptr() + slot_bytes + index * layer_bytes
                 layer.values = cache.values.data_ptr() + slot_bytes + index * layer_bytes
-            shape = native.Shape.from_buffer_copy(self._shape)
+            shape = structs.Shape.from_buffer_copy(self._shape)
             shape.row_stride, shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
             shape.quantized_cache = cache.quantized
             self._ready[key] = shape, chosen
@@ -261,7 +262,7 @@ class Stack:
         rotations = self._rope.rotations(positions, prompts)
         table, cos, sin = self._pointers(rotations.table)
         angles_B = None if rotations.starts_B is None else array("q", rotations.starts_B)
-        step = native.RaggedBatch(
+        step = structs.RaggedBatch(
             len(lengths),
             nodes,
             self._window,
@@ -328,8 +329,8 @@ class Stack:
         chosen = np.empty(nodes, np.int64) if need == "tokens" else None
         layers = np.array(sorted(set(taps)), np.int32)
         seen = torch.empty((len(layers), nodes, d), dtype=torch.float32)
-        tapped = native.Taps(len(layers), nodes, address(layers), seen.data_ptr()) if len(layers) else None
-        ends = native.Ends.from_buffer_copy(self._ends)
+        tapped = structs.Taps(len(layers), nodes, address(layers), seen.data_ptr()) if len(layers) else None
+        ends = structs.Ends.from_buffer_copy(self._ends)
         ends.tokens, ends.hidden = address(tokens_M), hidden.data_ptr() or None
         ends.chosen = None if chosen is None else address(chosen)
         prefill_B = np.array(prefill, np.int64) if any(prefill) else None
@@ -345,10 +346,10 @@ class Stack:
         """Run all layers over float32 rows that see each other, in place; returns them after the last norm [S, D]."""
         size, c = len(x_SD), self.config
         keys, values = torch.empty(2, c.num_kv_heads, size, c.head_dim, dtype=self.dtype)  # of one layer at a time
-        layers = (native.Layer * len(self._layers))(*self._layers)
+        layers = (structs.Layer * len(self._layers))(*self._layers)
         for layer in layers:
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-        shape = native.Shape.from_buffer_copy(self._shape)
+        shape = structs.Shape.from_buffer_copy(self._shape)
         shape.row_stride, shape.head_stride = keys.numel(), keys.stride(0)
         step = self.step([0], [size], None, size, x_SD, whole=True)
         self.kernels.layers(shape, layers, step.native)
@@ -364,7 +365,7 @@ class Stack:
         return self.kernels.norm(x, weight, norm.eps, self.dtype, bias=bias, layer=norm.kind == "layer")
 
 
-def _point_to(step: native.RaggedBatch, sources: Sequence[Memory | None]) -> tuple[object, ...]:
+def _point_to(step: structs.RaggedBatch, sources: Sequence[Memory | None]) -> tuple[object, ...]:
     """Let a batch point to the sources of its rows; returns the memory that it points to."""
     assert len(sources) == step.batch
     sizes = array("q", [0 if each is None else each.keys.shape[2] for each in sources])

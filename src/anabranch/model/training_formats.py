@@ -24,6 +24,7 @@ from anabranch.errors import CapabilityError
 from anabranch.model.network import Network
 from anabranch.model.quantize import GROUP, QuantizedWeight, plain_linears
 from anabranch.native import library as native
+from anabranch.native import structs
 
 __all__ = ["BLOCK", "LEVELS", "Int8Linear", "Nf4Linear", "multiply_in_int8", "quantize_to_nf4"]
 
@@ -82,7 +83,7 @@ class Int8Linear(nn.Module):
         """The gradient of the input [..., D] for that of the output [..., N]."""
         return self._multiply(slope, self._backward, None)
 
-    def _multiply(self, x: Tensor, weight: native.Packed, bias: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: structs.Packed, bias: Tensor | None) -> Tensor:
         known = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
         rows, shape = known.flatten(0, -2).contiguous(), (*x.shape[:-1], weight.outputs)
         if x.dtype == torch.float32:

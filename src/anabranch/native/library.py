@@ -32,7 +32,6 @@ from anabranch.native.arguments import (
     BLOCK,
     IN_FILE_FORMATS,
     KINDS,
-    STORED_TYPES,
     address,
     packable,
     require,
@@ -42,51 +41,11 @@ from anabranch.native.arguments import (
     scores,
 )
 from anabranch.native.calls import Calls
-from anabranch.native.structs import (
-    Cross,
-    Ends,
-    Layer,
-    Layers,
-    LowRank,
-    Packed,
-    RaggedBatch,
-    Rider,
-    Screen,
-    Shape,
-    StreamLayer,
-    Streams,
-    Table,
-    Taps,
-)
+from anabranch.native.structs import Ends, Layers, Packed, RaggedBatch, Rider, Screen, Shape, Taps
 from anabranch.support.forks import renewed_after_fork
 from anabranch.support.log import LOGGER
 
-__all__ = [
-    "BLOCK",
-    "KINDS",
-    "MAX_EMBEDDING_WIDTH",
-    "STORED_TYPES",
-    "Cross",
-    "Ends",
-    "Layer",
-    "Layers",
-    "Library",
-    "LowRank",
-    "Packed",
-    "RaggedBatch",
-    "Rider",
-    "Screen",
-    "Shape",
-    "StreamLayer",
-    "Streams",
-    "Table",
-    "Taps",
-    "forget",
-    "library",
-    "packed",
-    "shortfall",
-    "why_not",
-]
+__all__ = ["MAX_EMBEDDING_WIDTH", "Library", "forget", "library", "packed", "shortfall", "why_not"]
 
 MAX_EMBEDDING_WIDTH = 8192  # of rows that kernels read embeddings into
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import re
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from anabranch.native.recipe import sources
 
 __all__ = [
     *("Cross", "Ends", "Layer", "Layers", "LowRank", "Packed", "RaggedBatch", "Rider", "Screen", "Shape"),
-    *("StreamLayer", "Streams", "Table", "Taps", "fields_of", "functions"),
+    *("StreamLayer", "Streams", "Table", "Taps", "functions", "mirrored"),
 ]
 
+S = TypeVar("S", bound=ctypes.Structure)
 _NUMBERS: dict[str, Any] = {
     "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float,
 }  # fmt: skip
@@ -66,82 +67,75 @@ def _constant(name: str) -> int:
     return int(value[1])
 
 
+def mirrored(struct: type[S]) -> type[S]:
+    """Give a class the fields of the struct of the same name."""
+    struct._fields_ = fields_of(struct.__name__)
+    return struct
+
+
+@mirrored
 class Packed(ctypes.Structure):
     """A packed weight [outputs, width]; ``kind`` is one of ``KINDS``."""
 
-    _fields_ = fields_of("Packed")
 
-
+@mirrored
 class Screen(ctypes.Structure):
     """A copy of a weight in int8 and its bounds, float32 [outputs in whole blocks]."""
 
-    _fields_ = fields_of("Screen")
 
-
+@mirrored
 class Table(ctypes.Structure):
     """Embeddings [words, width]: row by row, ``packed`` like a weight of the same type (1), or rows of a file (2)."""
 
-    _fields_ = fields_of("Table")
 
-
+@mirrored
 class Cross(ctypes.Structure):
     """The weights of a layer's attention to the sources of the rows."""
 
-    _fields_ = fields_of("Cross")
 
-
+@mirrored
 class Layer(ctypes.Structure):
     """The weights and the cache of one layer."""
-
-    _fields_ = fields_of("Layer")
 
 
 Layers: TypeAlias = ctypes.Array[Layer]
 
 
+@mirrored
 class Shape(ctypes.Structure):
     """Sizes shared by all layers."""
 
-    _fields_ = fields_of("Shape")
 
-
+@mirrored
 class RaggedBatch(ctypes.Structure):
     """The nodes of a pass."""
 
-    _fields_ = fields_of("RaggedBatch")
 
-
+@mirrored
 class Ends(ctypes.Structure):
     """The start of a pass, from tokens, and its end: the last norm, and the tokens that the head chooses."""
 
-    _fields_ = fields_of("Ends")
 
-
+@mirrored
 class LowRank(ctypes.Structure):
     """A low-rank term x -> (x down') up'; no data: none."""
 
-    _fields_ = fields_of("LowRank")
 
-
+@mirrored
 class StreamLayer(ctypes.Structure):
     """The weights of a layer for streams only: terms of its products, and one beside the MLP or instead of it."""
 
-    _fields_ = fields_of("StreamLayer")
 
-
+@mirrored
 class Streams(ctypes.Structure):
     """Streams of each node of a pass."""
 
-    _fields_ = fields_of("Streams")
 
-
+@mirrored
 class Rider(ctypes.Structure):
     """Streams that ride in a pass, and pruning."""
 
-    _fields_ = fields_of("Rider")
 
-
+@mirrored
 class Taps(ctypes.Structure):
     """The rows of nodes before some layers of a pass, ascending."""
-
-    _fields_ = fields_of("Taps")

@@ -32,7 +32,8 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.graphs import Graphs
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.native import library as native
-from anabranch.native.arguments import address
+from anabranch.native import structs
+from anabranch.native.arguments import BLOCK, address
 from anabranch.sampling import SamplingParams, target_probs
 from anabranch.tree import DraftTree
 
@@ -330,12 +331,12 @@ class NativeDraft:
         width = target.config.hidden_size
         if not isinstance(head.scores, NativeLinear) or settings.kind == "product" or head.bias is not None:
             return False
-        if width % native.BLOCK or width > native.MAX_EMBEDDING_WIDTH or target.config.logit_softcap is not None:
+        if width % BLOCK or width > native.MAX_EMBEDDING_WIDTH or target.config.logit_softcap is not None:
             return False
         if conditioner is None:
             return True
         linears = [linear for linear in conditioner.packed.values() if isinstance(linear, NativeLinear)]
-        return len(linears) == 4 and conditioner.rank % native.BLOCK == 0
+        return len(linears) == 4 and conditioner.rank % BLOCK == 0
 
     def __call__(
         self,
@@ -368,7 +369,7 @@ class NativeDraft:
             assert row is not None
             self._config.row_head, self._config.row_ids = own.packed, row.ids.data_ptr()
         else:
-            self._config.row_head, self._config.row_ids = native.Packed(), None
+            self._config.row_head, self._config.row_ids = structs.Packed(), None
         text = None
         if self.copies and row is not None and noise is None:
             text = row.text + array("q", ahead) if ahead else row.text

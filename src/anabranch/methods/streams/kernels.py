@@ -14,22 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.native.arguments import KINDS, address, filled, require
-from anabranch.native.library import Layers, Library, RaggedBatch, Shape
-from anabranch.native.structs import fields_of
+from anabranch.native.library import Library
+from anabranch.native.structs import Layers, RaggedBatch, Shape, mirrored
 
 __all__ = ["DraftConfig", "DraftedNodes", "StreamKernels", "TrailEntry"]
 
 
+@mirrored
 class DraftConfig(ctypes.Structure):
     """Weights and options for drafting the tree of one sequence; see ``levels.h``."""
 
-    _fields_ = fields_of("DraftConfig")
 
-
+@mirrored
 class TrailEntry(ctypes.Structure):
     """The initial states of trailing streams: batch row b trails row ``nodes[b]`` of ``main``; see ``trail.h``."""
-
-    _fields_ = fields_of("TrailEntry")
 
 
 class DraftedNodes(NamedTuple):

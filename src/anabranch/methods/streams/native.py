@@ -27,8 +27,8 @@ from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like, read_bytes
 from anabranch.model.riding import NativeRider, Side, Term
 from anabranch.model.stack import LayerWeights, Stack, norm_weight
-from anabranch.native.arguments import address
-from anabranch.native.library import BLOCK, MAX_EMBEDDING_WIDTH
+from anabranch.native.arguments import BLOCK, address
+from anabranch.native.library import MAX_EMBEDDING_WIDTH
 from anabranch.support.memory import give_back
 
 __all__ = ["NativeTrail", "Trailed", "lengths_with", "narrow", "narrow_layer", "native_rider", "trailing"]
