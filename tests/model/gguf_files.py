@@ -23,13 +23,6 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gpt2": gguf.MODEL_ARCH.GPT2,
-}
-# families with other names than their architecture, which ``LATER`` are
-FAMILIES = {
-    "gemma3": "gemma3_text", "mistral3": "ministral3", "gptneox": "gpt_neox", "phi2": "phi",
-    "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss",
-}  # fmt: skip
-LATER = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
@@ -41,6 +34,11 @@ LATER = {
     "gptneox": gguf.MODEL_ARCH.GPTNEOX,
     "phi2": gguf.MODEL_ARCH.PHI2,
 }
+# families with other names than their architecture
+FAMILIES = {
+    "gemma3": "gemma3_text", "mistral3": "ministral3", "gptneox": "gpt_neox", "phi2": "phi",
+    "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss",
+}  # fmt: skip
 MIXTURES = {
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
@@ -81,6 +79,11 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LAYER_NORMS = ("gptneox", "phi2")
+
+
+def architecture_of(family: str) -> str:
+    """The architecture of a family's files."""
+    return {"olmo3": "olmo2", "mistral": "mistral3", "mixtral": "llama"}.get(family, family)
 
 
 def toy_model(family: str, **overrides: Any) -> Any:
@@ -138,7 +141,7 @@ def write_gguf(
     """
     config = model.config
     weights = model.state_dict()
-    architecture = {"olmo3": "olmo2", "mistral": "mistral3", "mixtral": "llama"}.get(family, family)
+    architecture = architecture_of(family)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-len(weights) // parts) if parts > 1 else 0)
     layers = config.num_hidden_layers
     writer.add_block_count(layers)
@@ -172,7 +175,7 @@ def write_gguf(
     _add_tokenizer(writer, pre)
     for key, value in (keys or {}).items():
         _set_key(writer, key, value)
-    names = gguf.get_tensor_name_map({**ARCHITECTURES, **LATER, **MIXTURES}[family], layers)
+    names = gguf.get_tensor_name_map({**ARCHITECTURES, **MIXTURES}[family], layers)
     found = dict(tensors or {})
     for name, values in weights.items():
         if ".experts." in name:

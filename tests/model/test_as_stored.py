@@ -38,7 +38,7 @@ from verbs import Anabranch
 KINDS = sorted(STORED_TYPES)
 IDS = list(range(3, 43))
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
-needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels")
+pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels")
 Kinds = Callable[[str], str]
 
 
@@ -100,7 +100,6 @@ def check_values(target: Target, dense: Target) -> None:
     assert torch.equal(target.decoder.embedding(words), dense.decoder.embedding(words))
 
 
-@needs_kernels
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("F32", "BF16")])
 def test_every_format_has_the_values_of_the_file(tmp_path: Path, kind: str) -> None:
     path = stored_file(tmp_path / "toy.gguf", lambda name: kind)
@@ -111,14 +110,12 @@ def test_every_format_has_the_values_of_the_file(tmp_path: Path, kind: str) -> N
     close(logits_after(target.decoder, IDS), logits_after(dense.decoder, IDS))
 
 
-@needs_kernels
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
 def test_floats_that_are_not_halves_are_loaded_in_their_own_type(tmp_path: Path, kind: str) -> None:
     target = load_target(str(stored_file(tmp_path / "toy.gguf", lambda name: kind)), device="cpu")
     assert (target.quantize, target.decoder.dtype) == ("none", torch.float32 if kind == "F32" else torch.bfloat16)
 
 
-@needs_kernels
 def test_inputs_are_bf16_unless_a_weight_of_the_layers_is_quantised(tmp_path: Path) -> None:
     """So an F16 file differs from its float32 values by the rounding of activations to bf16 alone."""
     kinds = {"blk.1.ffn_up.weight": "Q8_0", "output.weight": "Q6_K", "token_embd.weight": "BF16"}
@@ -136,7 +133,6 @@ def test_inputs_are_bf16_unless_a_weight_of_the_layers_is_quantised(tmp_path: Pa
     close(logits_after(target.decoder, IDS), logits_after(dense.decoder, IDS))
 
 
-@needs_kernels
 def test_norms_keep_the_values_of_the_file(tmp_path: Path) -> None:
     norms = {f"blk.{layer}.{leaf}.weight": 256 for layer in range(2) for leaf in ("attn_norm", "ffn_norm")}
     norms |= {"output_norm.weight": 256}
@@ -151,7 +147,6 @@ def test_norms_keep_the_values_of_the_file(tmp_path: Path) -> None:
             assert torch.equal(found[name], value)
 
 
-@needs_kernels
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
 def test_formats_may_differ_inside_of_a_layer(tmp_path: Path, family: str, tied: bool) -> None:
     """q, k and v are one product here, and so are gate and up, whose blocks are interleaved."""
@@ -165,7 +160,6 @@ def test_formats_may_differ_inside_of_a_layer(tmp_path: Path, family: str, tied:
     close(logits_after(target.decoder, IDS), logits_after(dense.decoder, IDS))
 
 
-@needs_kernels
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "F16"])
 def test_drafts_change_nothing(tmp_path: Path, kind: str) -> None:
     path = stored_file(tmp_path / "toy.gguf", lambda name: kind)
@@ -182,7 +176,6 @@ def test_drafts_change_nothing(tmp_path: Path, kind: str) -> None:
         assert result.stats.mean_acceptance_length > (2 if kind == "F16" else 3)
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("layers", "head"), [("F16", "F16"), ("F16", "Q6_K"), ("Q4_K", "F16"), ("BF16", "Q8_0"), ("Q8_0", "F32")]
 )
@@ -206,7 +199,6 @@ def test_trained_drafters_read_floats_as_they_do_bf16(tmp_path: Path, layers: st
     assert copied == (layers in ("F16", "BF16"))
 
 
-@needs_kernels
 def test_what_is_asked_for_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored_file(tmp_path / "toy.gguf", mixed)
     kinds = {name: load_target(str(path), device="cpu", quantize=name).quantize for name in ("none", "int8", "int4")}
@@ -216,7 +208,6 @@ def test_what_is_asked_for_is_honoured(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(given.decoder.head, torch.nn.Linear)
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("kind", "name", "why"),
     [
@@ -246,7 +237,6 @@ def _ternary(rows: int, width: int) -> np.ndarray:
     return gguf.quants.quantize(np.ones((rows, width), np.float32), kind)
 
 
-@needs_kernels
 def test_info_describes_a_file_without_loading_it(
     tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +272,6 @@ def toy(tmp_path: Path) -> Path:
     return stored_file(tmp_path / "toy.gguf", mixed)
 
 
-@needs_kernels
 def test_packed_weights_are_kept(toy: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_target(str(toy), device="cpu")
     (entry,) = home.iterdir()
@@ -299,7 +288,6 @@ def test_packed_weights_are_kept(toy: Path, home: Path, monkeypatch: pytest.Monk
     assert entry in home.iterdir()
 
 
-@needs_kernels
 @pytest.mark.parametrize("damage", ["cut", "facts", "part", "empty", "folder"])
 def test_a_damaged_entry_is_packed_again(toy: Path, home: Path, damage: str) -> None:
     load_target(str(toy), device="cpu")
@@ -323,7 +311,6 @@ def test_a_damaged_entry_is_packed_again(toy: Path, home: Path, damage: str) -> 
     assert not packing(toy)
 
 
-@needs_kernels
 def test_the_file_may_be_replaced_while_the_model_is_in_use(toy: Path, home: Path) -> None:
     for keep in (True, True, False):
         target = load_target(str(toy), device="cpu", keep=keep)
@@ -336,7 +323,6 @@ def test_the_file_may_be_replaced_while_the_model_is_in_use(toy: Path, home: Pat
         toy.write_bytes(content)
 
 
-@needs_kernels
 def test_the_cache_is_bounded(toy: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_target(str(toy), device="cpu")
     (first,) = home.iterdir()
@@ -357,7 +343,6 @@ def test_the_cache_is_bounded(toy: Path, home: Path, monkeypatch: pytest.MonkeyP
     assert packing(toy)  # too large to be kept
 
 
-@needs_kernels
 def test_a_full_disk_leaves_nothing_behind(toy: Path, home: Path) -> None:
     def limited() -> bool:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -367,7 +352,6 @@ def test_a_full_disk_leaves_nothing_behind(toy: Path, home: Path) -> None:
     assert list(home.iterdir()) == []
 
 
-@needs_kernels
 def test_an_unwritable_cache_directory(toy: Path, home: Path) -> None:
     home.parent.mkdir()
     home.write_text("not a folder")
@@ -375,7 +359,6 @@ def test_an_unwritable_cache_directory(toy: Path, home: Path) -> None:
     assert packing(toy)
 
 
-@needs_kernels
 def test_three_processes_pack_at_once(toy: Path, home: Path) -> None:
     # a late one finds what the first one packed
     together(*[lambda: packing(toy) in (True, False)] * 3)
@@ -408,7 +391,6 @@ def damaged(whole: bytes, random: np.random.Generator) -> Iterator[bytes]:
         yield bytes(changed)
 
 
-@needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore::anabranch.errors.ModelWarning")
 def test_damaged_files_are_a_sentence(tmp_path: Path, kind: str) -> None:
@@ -425,7 +407,6 @@ def test_damaged_files_are_a_sentence(tmp_path: Path, kind: str) -> None:
     assert not any("\n" in sentence for sentence in sentences)
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -448,7 +429,6 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path, home: Path, kind
     assert not home.exists() or not list(home.iterdir())
 
 
-@needs_kernels
 def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
     few = stored_file(tmp_path / "few.gguf", mixed, raw={"blk.0.attn_k.weight": ("Q8_0", raw_rows("Q8_0", 32, 256))})
     with pytest.raises(ModelError, match=r"k_proj.weight has the shape \(32, 256\), but .* requires \(64, 256\)"):
