@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from anabranch.errors import ModelError, NumericsError
+from anabranch.errors import ModelError
 from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
@@ -35,7 +35,7 @@ from anabranch.model.matrix import Matrix, forget_made, formats_of
 from anabranch.model.native_backend import backend_of
 from anabranch.model.native_linear import NativeLinear, RowTable, StoredWeight
 from anabranch.model.packed_file import PackedFile, PackedWriter, key_of
-from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, put
+from anabranch.model.weights import Identity, assemble, check_finite, check_memory, described_decoder, not_finite, put
 from anabranch.native import library as native
 from anabranch.native.arguments import BLOCK, FLOATS, STORED_TYPES
 
@@ -143,7 +143,7 @@ class _Weight:
             for rows in run.pieces():
                 finite = kernels.pack_stored(packed, block, kind, rows, every=run.every)
                 if not finite:
-                    raise _not_finite(run.name)
+                    raise not_finite(run.name)
                 block += len(rows) // BLOCK * run.every
         return StoredWeight(packed, memory)
 
@@ -307,10 +307,6 @@ def _weight(decoder: Decoder, name: str, matrices: Mapping[str, Matrix], *, whol
     return _Weight(name, tuple(parts), gated)
 
 
-def _not_finite(name: str) -> NumericsError:
-    return NumericsError(f"{name} has values that are not finite numbers (NaN or infinity); fetch the weights again")
-
-
 def _replace(decoder: Decoder, kernels: native.Library, weights: Mapping[str, _Weight], packed: _Packed) -> None:
     """Replace linear layers, embedding and backend by those over packed weights."""
     for name, weight in packed.weights.items():
@@ -379,7 +375,7 @@ def _pack(
     """Pack all weights; the parameters in the order in which they enter the fingerprint."""
     ((name, table),) = weights[EMBEDDING].parts
     if not table.finite():
-        raise _not_finite(name)
+        raise not_finite(name)
     total = sum(matrix.nbytes for weight in weights.values() for _, matrix in weight.parts)
     check_memory(total, torch.device("cpu"))
     writer = PackedWriter(files, key_of(files, _layout()), total) if keep else None

@@ -28,7 +28,7 @@ from anabranch.support.memory import free_memory
 
 __all__ = [
     *("Identity", "assemble", "build_decoder", "check_finite", "check_memory", "described_decoder", "fill_decoder"),
-    *("fingerprint", "put", "random_decoder", "stored_dtype"),
+    *("fingerprint", "not_finite", "put", "random_decoder", "stored_dtype"),
 ]
 
 # Values per tensor in a fingerprint: enough to distinguish trained models, few enough for 10 ms per GB.
@@ -114,7 +114,12 @@ def check_finite(config: ModelConfig, name: str, stored: Tensor, value: Tensor) 
     if is_finite(stored):
         kind = dtype_name(value.dtype)
         raise NumericsError(f"{named} has values out of the range of {kind}; load the model in bfloat16 or float32")
-    raise NumericsError(f"{named} has values that are not finite numbers (NaN or infinity); fetch the weights again")
+    raise not_finite(named)
+
+
+def not_finite(name: str) -> NumericsError:
+    """The error of weights that are not finite numbers."""
+    return NumericsError(f"{name} has values that are not finite numbers (NaN or infinity); fetch the weights again")
 
 
 def random_decoder(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -18,9 +18,9 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.failures import RequestError, failure_of
 from anabranch.serve.service import Call
-from anabranch.serve.wire import Json
+from anabranch.serve.wire import failed
 
 __all__ = ["LOG", "Access", "Body", "Log", "LogLines"]
 
@@ -78,8 +78,7 @@ class Log:
         except Exception as error:
             LOG.exception("a request failed", extra={FIELDS: {"request_id": key}})
             if not status:
-                failure = failure_of(error)
-                await Json(in_form(failure, scope["path"]), failure.status)(scope, receive, sending)
+                await failed(failure_of(error), scope["path"])(scope, receive, sending)
         finally:
             fields = {
                 "request_id": key,
@@ -132,8 +131,7 @@ class Access:
         scope["state"]["key"] = (client[0] if client else "") if number is None else f"key {number}"
         if number is None and not open_to_all:
             failure = RequestError(401, "a valid API key is needed, as a bearer token", code="invalid_api_key")
-            response = Json(in_form(failure, scope["path"]), failure.status, headers=failure.headers)
-            await response(scope, receive, send)
+            await failed(failure, scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -164,8 +162,7 @@ class Body:
             late = RequestError(408, f"the request did not arrive within {self.seconds:g} seconds; send it faster")
             failure = error if isinstance(error, RequestError) else late
             # what is still to come is not read
-            response = Json(in_form(failure, scope["path"]), failure.status, headers={"Connection": "close"})
-            await response(scope, receive, send)
+            await failed(failure, scope["path"], Connection="close")(scope, receive, send)
             return
         if body is None:
             return

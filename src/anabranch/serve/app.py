@@ -18,10 +18,10 @@ from anabranch.api import Model
 from anabranch.errors import AnabranchError
 from anabranch.serve import chat, completions, info, messages, page, responses
 from anabranch.serve.access import Access, Body, Log
-from anabranch.serve.failures import RequestError, failure_of, in_form
+from anabranch.serve.failures import RequestError, failure_of
 from anabranch.serve.service import Service
 from anabranch.serve.settings import Settings, check, is_loopback
-from anabranch.serve.wire import Json
+from anabranch.serve.wire import failed
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -78,12 +78,8 @@ def create_app(model: Model, settings: Settings | None = None, *, traces: Tracer
     return app
 
 
-def _answer(failure: RequestError, request: Request) -> Response:
-    return Json(in_form(failure, request.url.path), failure.status, headers=failure.headers)
-
-
 async def _failed(request: Request, error: Exception) -> Response:
-    return _answer(failure_of(error), request)
+    return failed(failure_of(error), request.url.path)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -91,11 +87,10 @@ async def _invalid(request: Request, error: Exception) -> Response:
     first: dict[str, Any] = dict(error.errors()[0])
     place = ".".join(str(part) for part in first["loc"][1:]) if len(first["loc"]) > 1 else None
     if first["type"] == "json_invalid":
-        return _answer(
-            RequestError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"), request
-        )
+        why = first.get("ctx", {}).get("error", first["msg"])
+        return failed(RequestError(400, f"the body is not JSON: {why}"), request.url.path)
     said = f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-    return _answer(RequestError(400, said, param=None if place is None else place.split(".")[0]), request)
+    return failed(RequestError(400, said, param=None if place is None else place.split(".")[0]), request.url.path)
 
 
 async def _of_http(request: Request, error: Exception) -> Response:
@@ -105,4 +100,4 @@ async def _of_http(request: Request, error: Exception) -> Response:
         said = f"there is no {request.url.path} here"
     elif error.status_code == 405:
         said = f"{request.url.path} has no {request.method}"
-    return _answer(RequestError(error.status_code, str(said), headers=error.headers), request)
+    return failed(RequestError(error.status_code, str(said), headers=error.headers), request.url.path)

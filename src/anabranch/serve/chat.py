@@ -21,7 +21,7 @@ from anabranch.serve.service import Call, Service
 from anabranch.serve.steps import Extension, StepWriter
 from anabranch.serve.toolcalls import Piece
 from anabranch.serve.turns import Turn, prepared, style
-from anabranch.serve.usage import chat_log_probs, speculation, usage
+from anabranch.serve.usage import chat_log_probs, speculation, stop_string, usage
 from anabranch.serve.wire import answered, encoded
 from anabranch.serve.worker import Answer
 
@@ -145,7 +145,7 @@ class _Written:
             "message": message,
             "logprobs": self._log_probs(result),
             "finish_reason": _reason(result, reader.calls),
-            "stop_reason": _stop_reason(result),
+            "stop_reason": stop_string(result),
         }
 
     # -- streamed ------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class _Written:
         yield ServerSentEvent("[DONE]", sep="\n")
 
     def _end(self, result: Generation, calls: int) -> dict[str, Any]:
-        ended: dict[str, Any] = {"finish_reason": _reason(result, calls), "stop_reason": _stop_reason(result)}
+        ended: dict[str, Any] = {"finish_reason": _reason(result, calls), "stop_reason": stop_string(result)}
         if self.body.with_steps:
             ended["anabranch"] = {"stats": result.stats.to_dict(), "drafter": result.drafter}
         return ended
@@ -212,8 +212,3 @@ def _delta(piece: Piece) -> dict[str, Any]:
 
 def _reason(result: Generation, calls: int) -> str:
     return "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason
-
-
-def _stop_reason(result: Generation) -> str | None:
-    """The stop string that ended a text, as in vLLM."""
-    return result.stop_reason if isinstance(result.stop_reason, str) else None

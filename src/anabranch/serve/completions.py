@@ -19,7 +19,7 @@ from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of
 from anabranch.serve.fields import NEUTRAL, Items, Sampling
 from anabranch.serve.jobs import ScoreJob
 from anabranch.serve.service import Call, Service
-from anabranch.serve.usage import completion_log_probs, scored, speculation, usage
+from anabranch.serve.usage import completion_log_probs, scored, speculation, stop_string, usage
 from anabranch.serve.wire import Json, begun, encoded, event_stream, whole
 from anabranch.serve.worker import Answer
 
@@ -103,17 +103,10 @@ class _Written:
             prompt = index // self.call.n
             result = results[index] if results else None
             said = self._prompt_text(prompt) if self.body.echo else ""
-            choices.append(
-                {
-                    "index": index,
-                    "text": said + ("" if result is None else result.text),
-                    "logprobs": self._log_probs(result, scores[prompt] if scores else None, 0),
-                    "finish_reason": "length" if result is None else result.finish_reason,
-                    "stop_reason": None
-                    if result is None or isinstance(result.stop_reason, int)
-                    else result.stop_reason,
-                }
-            )
+            choice = {"index": index, "text": said, "finish_reason": "length", "stop_reason": None}
+            if result is not None:
+                choice |= {"text": said + result.text, **_ended(result)}
+            choices.append({**choice, "logprobs": self._log_probs(result, scores[prompt] if scores else None, 0)})
         return {**self._head(), "choices": choices, "usage": usage(self.call), "metrics": speculation(self.call)}
 
     def _log_probs(self, result: Any, score: Score | None, offset: int) -> dict[str, Any] | None:
@@ -148,11 +141,8 @@ class _Written:
                     lengths[part] += len(text)
                     if not text and logged is None and chunk.result is None:
                         continue
-                    choice: dict[str, Any] = {"index": part, "text": text, "logprobs": logged, "finish_reason": None}
-                    if chunk.result is not None:
-                        reason = chunk.result.stop_reason
-                        choice["finish_reason"] = chunk.result.finish_reason
-                        choice["stop_reason"] = reason if isinstance(reason, str) else None
+                    ended = {"finish_reason": None} if chunk.result is None else _ended(chunk.result)
+                    choice = {"index": part, "text": text, "logprobs": logged, **ended}
                     yield self._event({**self._head(), "choices": [choice]})
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 last = {**self._head(), "choices": [], "usage": usage(self.call), "metrics": speculation(self.call)}
@@ -166,3 +156,7 @@ class _Written:
         if options is not None and options.include_usage:
             chunk["usage"] = usage(self.call, self.sent) if options.continuous_usage_stats else None
         return ServerSentEvent(encoded(chunk), sep="\n")
+
+
+def _ended(result: Generation) -> dict[str, Any]:
+    return {"finish_reason": result.finish_reason, "stop_reason": stop_string(result)}

@@ -22,7 +22,7 @@ from anabranch.serve.fields import NEUTRAL, Items, Sampling
 from anabranch.serve.service import Call, Service
 from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, prompt_of, style
-from anabranch.serve.usage import usage
+from anabranch.serve.usage import stop_string, usage
 from anabranch.serve.wire import Json, answered, encoded
 from anabranch.serve.worker import Answer
 
@@ -164,7 +164,7 @@ class _Written:
         }
 
     def _ending(self, result: Generation) -> dict[str, Any]:
-        stop = result.stop_reason if isinstance(result.stop_reason, str) else None
+        stop = stop_string(result)
         if result.finish_reason == "length":
             reason = "max_tokens"
         elif stop is not None:

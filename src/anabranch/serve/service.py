@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,7 @@ class Service:
 
     def card(self, name: str) -> dict[str, Any]:
         """A model as ``/v1/models`` lists it."""
-        described: Mapping[str, Any] = {
+        return {
             "id": name,
             "object": "model",
             "created": self.started,
@@ -144,4 +144,3 @@ class Service:
             "parent": None if name in self.names else self.names[0],
             "max_model_len": self.context,
         }
-        return dict(described)

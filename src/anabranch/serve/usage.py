@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anabranch.decoding.generation import Generation
 from anabranch.decoding.scoring import Score
 from anabranch.decoding.stats import Stats
 from anabranch.model.text import token_bytes
 from anabranch.serve.service import Call
 
-__all__ = ["chat_log_probs", "completion_log_probs", "scored", "speculation", "token_text", "usage"]
+__all__ = ["chat_log_probs", "completion_log_probs", "scored", "speculation", "stop_string", "token_text", "usage"]
 
 
 def usage(call: Call, generated: int | None = None) -> dict[str, Any]:
@@ -54,6 +55,11 @@ def speculation(call: Call) -> dict[str, Any]:
             "num_draft_tokens": stats.draft_nodes,
         }
     }
+
+
+def stop_string(result: Generation) -> str | None:
+    """The stop string that ended a text, as in vLLM; None: something else did."""
+    return result.stop_reason if isinstance(result.stop_reason, str) else None
 
 
 def token_text(tokenizer: Any, token: int) -> str:

@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from anabranch.decoding.generation import Generation
 from anabranch.decoding.scoring import Score
-from anabranch.serve.failures import RequestError
+from anabranch.serve.failures import RequestError, in_form
 from anabranch.serve.service import Call, Service
 from anabranch.serve.turns import Turn
 from anabranch.serve.worker import Answer
 
-__all__ = ["Json", "Written", "answered", "begun", "encoded", "event_stream", "whole"]
+__all__ = ["Json", "Written", "answered", "begun", "encoded", "event_stream", "failed", "whole"]
 
 JOINED = 64  # events at most: after a pause of its client an answer has many, and others are to have their turn
 
@@ -43,6 +43,11 @@ class Json(Response):
     def render(self, content: Any) -> bytes:
         """The body."""
         return encoded(content).encode()
+
+
+def failed(failure: RequestError, path: str, **headers: str) -> Json:
+    """The response to a request that is not served, in the form of the interface that ``path`` belongs to."""
+    return Json(in_form(failure, path), failure.status, headers={**failure.headers, **headers})
 
 
 class Written(Protocol):
