@@ -162,12 +162,10 @@ def _speculation(many: Sequence[Sequence[Answer]]) -> dict[str, Any]:
     per_prompt = [Stats.merged(some) for some in by_prompt]
     return {
         "steps": stats.steps,
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        **calls_per_token(stats),
+        **_drafts(stats),
         "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth()],
         "accepted_per_step": {str(count): steps for count, steps in sorted(stats.accepted.items())},
         "acceptance_rate": round(stats.acceptance_rate, 4),
-        "draft_nodes_per_step": round(stats.draft_nodes_per_step, 2),
         "sources": dict(stats.sources),
         "step_ms_by_part": {
             part: round(1e3 * statistics.median(one.parts[part] / one.steps for one in per_prompt), 4)
@@ -197,10 +195,8 @@ def _task(measured: ContenderAnswers, reference: ContenderAnswers | None, where:
     stats = Stats.merged(a.stats for a in _flat(many) if a.stats is not None)
     record: dict[str, Any] = {"prompts": len(where), "tokens_per_second": _rates(many)["tokens_per_second"]}
     if stats.steps:
-        record["mean_acceptance_length"] = round(stats.mean_acceptance_length, 4)
-        record |= calls_per_token(stats)
+        record |= _drafts(stats)
         record["acceptance_by_depth"] = [round(share, 4) for share in stats.acceptance_by_depth()]
-        record["draft_nodes_per_step"] = round(stats.draft_nodes_per_step, 2)
     if reference is not None:
         record |= _ratios(measured, reference, where)
     return record
@@ -256,11 +252,7 @@ def _latencies(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "token_ms": _percentiles([1e3 * seconds for answer in answers for seconds in answer.latencies]),
     }
     stats = Stats.merged(answer.stats for answer in outcomes[0].answers if answer.stats is not None)
-    if stats.steps:
-        record["mean_acceptance_length"] = round(stats.mean_acceptance_length, 4)
-        record |= calls_per_token(stats)
-        record["draft_nodes_per_step"] = round(stats.draft_nodes_per_step, 2)
-    return record
+    return record | (_drafts(stats) if stats.steps else {})
 
 
 def _equal(outcomes: Sequence[Outcome], plain: Outcome) -> int:
@@ -285,6 +277,15 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {
         "median": round(statistics.median(ranked), 4),
         "p95": round(ranked[math.ceil(P95 * len(ranked)) - 1], 4),
+    }
+
+
+def _drafts(stats: Stats) -> dict[str, Any]:
+    """The statistics of drafts that every record has."""
+    return {
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        **calls_per_token(stats),
+        "draft_nodes_per_step": round(stats.draft_nodes_per_step, 2),
     }
 
 

@@ -6,21 +6,23 @@ B rows of the batch, S states that a tree is built from, D model width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Drafter, Observation, Row, tally
-from anabranch.drafting.head import Drawn, DrawNoise, RowVocabulary
+from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.drafting.settings import TreeSettings
 from anabranch.methods.heads.module import DraftHeads, VocabularyHeads
 from anabranch.model.decoder import Decoder
 from anabranch.tree import DraftTree
 
-__all__ = ["HeadDraft", "HeadDrafter", "HeadSettings", "HeadState"]
+__all__ = ["Best", "HeadDraft", "HeadDrafter", "HeadSettings", "HeadState"]
+
+Best: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -87,19 +89,22 @@ class HeadDraft(ABC):
         depth = self.depth_of(budget if depths is None else min(budget, 1 + max(depths)))
         limits = [depth] * len(roots) if depths is None else [min(depth, limit) for limit in depths]
         drawn = None if noise is None else DrawNoise.together(noise, depth, states_BSD.device)
-        return self._grow(states_BSD, roots, rows, drawn, budget, limits)
+        k = min(self.settings.widths[0], budget - 1)
+
+        def best(states_BFD: Tensor, levels: slice) -> tuple[Tensor, Tensor]:
+            return self.heads[levels.start].best_tokens(states_BFD, k, rows, drawn, levels)
+
+        return self._grow(states_BSD, roots, best, budget, limits)
 
     @abstractmethod
     def _grow(
-        self,
-        states_BSD: Tensor,
-        roots: list[int],
-        rows: Sequence[RowVocabulary] | None,
-        drawn: Drawn | None,
-        budget: int,
-        depths: Sequence[int],
+        self, states_BSD: Tensor, roots: list[int], best: Best, budget: int, depths: Sequence[int]
     ) -> list[DraftTree]:
-        """The trees of rows, each of at most ``budget`` nodes and as deep as ``depths`` says."""
+        """The trees of rows, each of at most ``budget`` nodes and as deep as ``depths`` says.
+
+        best  (states [B, F, D] of some heads, or one head's, and the levels of these heads) -> the best next tokens and
+              their log probabilities [B, F, k]
+        """
 
 
 @dataclass

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Needs, Observation, Row, tally
 from anabranch.drafting.grow_tensors import grow_tensors, trees_of
-from anabranch.drafting.head import Drawn, RowVocabulary
-from anabranch.methods.heads.drafter import HeadDraft, HeadDrafter, HeadSettings, HeadState
+from anabranch.methods.heads.drafter import Best, HeadDraft, HeadDrafter, HeadSettings, HeadState
 from anabranch.methods.hydra.module import HydraModule, Memory, PrefixLayer
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import read_bytes
@@ -44,15 +43,8 @@ class HydraDraft(HeadDraft):
         return hidden_BD[:, None]
 
     def _grow(
-        self,
-        states_BSD: Tensor,
-        roots: list[int],
-        rows: Sequence[RowVocabulary] | None,
-        drawn: Drawn | None,
-        budget: int,
-        depths: Sequence[int],
+        self, states_BSD: Tensor, roots: list[int], best: Best, budget: int, depths: Sequence[int]
     ) -> list[DraftTree]:
-        k, best = min(self.settings.widths[0], budget - 1), self.settings.kind == "best"
         path_BFC = states_BSD.new_zeros(len(roots), 1, 0)
 
         def expand(d: int, tokens_BF: Tensor, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -60,14 +52,13 @@ class HydraDraft(HeadDraft):
             if above_BF is not None:
                 path_BFC = path_BFC.gather(1, above_BF[:, :, None].expand(-1, -1, path_BFC.shape[-1]))
             path_BFC = torch.cat((path_BFC, self.module.embed(self.target, tokens_BF).to(path_BFC.dtype)), dim=-1)
-            states_BFD = self.module.states(d, states_BSD, path_BFC)
-            return self.heads[d].best_tokens(states_BFD, k, rows, drawn, slice(d, d + 1))
+            return best(self.module.states(d, states_BSD, path_BFC), slice(d, d + 1))
 
         levels = grow_tensors(
             torch.tensor(roots, device=states_BSD.device),
             expand,
             depth=max(depths),
-            budget=budget if best else None,
+            budget=budget if self.settings.kind == "best" else None,
             frontier=FRONTIER,
             lazy=states_BSD.device.type == "cpu",
         )

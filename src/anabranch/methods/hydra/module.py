@@ -60,10 +60,7 @@ class HydraModule(DraftHeads):
         positions = torch.arange(length, device=hidden_BTD.device).expand(rows, length)
         # copies: tables that a replay made in inference mode take no part in gradients
         cos, sin = (turn.clone().to(hidden_BTD.dtype) for turn in target.rope()(positions, length))
-        future = torch.ones(length, length, dtype=torch.bool, device=hidden_BTD.device).triu(1)
-        groups = self.model.num_heads // self.model.num_kv_heads
-        bias = torch.zeros(length, length, dtype=hidden_BTD.dtype, device=hidden_BTD.device)
-        bias = bias.masked_fill(future, float("-inf")).repeat(groups, 1)[None, None]
+        bias = _causal(self.model, length, length, hidden_BTD)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(self.model, q, k.transpose(1, 2), v.transpose(1, 2), bias.to(q.dtype))
@@ -91,6 +88,12 @@ class HydraModule(DraftHeads):
             for k in range(self.config.num_heads)
         ]
         return torch.stack(outputs, dim=1)
+
+
+def _causal(config: ModelConfig, queries: int, keys: int, like: Tensor) -> Tensor:
+    """The bias of the last ``queries`` tokens of a text to all of its ``keys`` tokens, of the type of ``like``."""
+    bias = torch.full((queries, keys), float("-inf"), dtype=like.dtype, device=like.device).triu(keys - queries + 1)
+    return bias.repeat(config.num_heads // config.num_kv_heads, 1)[None, None]
 
 
 class Memory:
@@ -155,13 +158,7 @@ class PrefixLayer:
             for memory, n in zip(memories, counts, strict=True):
                 rows = slice(first, first + n)
                 keys, values = memory.append(k[0, rows].to(x_1MD.dtype), v[0, rows].to(x_1MD.dtype))
-                bias = None
-                if n > 1:
-                    future = torch.ones(n, keys.shape[1], dtype=torch.bool, device=device)
-                    future = future.triu(keys.shape[1] - n + 1)
-                    groups = config.num_heads // config.num_kv_heads
-                    bias = torch.zeros(future.shape, dtype=x_1MD.dtype, device=device)
-                    bias = bias.masked_fill(future, float("-inf")).repeat(groups, 1)[None, None]
+                bias = _causal(config, n, keys.shape[1], x_1MD) if n > 1 else None
                 outputs.append(attention(config, q[:, rows].to(x_1MD.dtype), keys[None], values[None], bias))
                 first += n
             return torch.cat(outputs, dim=1)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call
 from anabranch.drafting.grow import Child, Form, Growth, by_depth, grow
-from anabranch.drafting.head import Drawn, RowVocabulary
-from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
+from anabranch.methods.heads.drafter import Best, HeadDraft, HeadSettings
 from anabranch.methods.heads.recipes import MOST_HEADS
 from anabranch.methods.medusa.module import MedusaModule, MedusaStates
 from anabranch.model.decoder import Decoder
@@ -45,24 +44,13 @@ class MedusaDraft(HeadDraft):
         return self._states(hidden_BD)
 
     def _grow(
-        self,
-        states_BSD: Tensor,
-        roots: list[int],
-        rows: Sequence[RowVocabulary] | None,
-        drawn: Drawn | None,
-        budget: int,
-        depths: Sequence[int],
+        self, states_BSD: Tensor, roots: list[int], best: Best, budget: int, depths: Sequence[int]
     ) -> list[DraftTree]:
-        depth, k = max(depths), min(self.settings.widths[0], budget - 1)
-        states_BKD = states_BSD[:, :depth]
-        if self.heads.shared is not None:
-            tokens, log_probs = self.heads.shared.best_tokens(states_BKD, k, rows, drawn, slice(0, depth))
-        else:
-            each = [
-                self.heads[d].best_tokens(states_BKD[:, d : d + 1], k, None, drawn, slice(d, d + 1))
-                for d in range(depth)
-            ]
-            tokens, log_probs = (torch.cat(parts, dim=1) for parts in zip(*each, strict=True))
+        heads = range(max(depths))
+        # heads that share the target's head are scored together
+        parts = [slice(0, len(heads))] if self.heads.shared is not None else [slice(d, d + 1) for d in heads]
+        each = [best(states_BSD[:, part], part) for part in parts]
+        tokens, log_probs = (torch.cat(of_parts, dim=1) for of_parts in zip(*each, strict=True))
         # one transfer: float64 represents both
         tokens_BKk, log_probs_BKk = torch.stack((tokens.double(), log_probs.double())).tolist()
         return [self._tree(*row, budget) for row in zip(roots, tokens_BKk, log_probs_BKk, depths, strict=True)]

@@ -43,22 +43,19 @@ def stream_positions(positions_BN: Tensor, num_streams: int) -> Tensor:
     return (positions_BN[:, :, None] + offsets).flatten(1)
 
 
-def _rotate_values(v_BNSKE: Tensor, step: float) -> Tensor:
-    """Value rotation (ACL eq. 8): channel pairs of stream n's values are rotated by the angle step * n."""
-    angle = torch.arange(1, v_BNSKE.shape[2] + 1, device=v_BNSKE.device, dtype=torch.float32) * step
-    cos = angle.cos().to(v_BNSKE.dtype)[:, None, None]
-    sin = angle.sin().to(v_BNSKE.dtype)[:, None, None]
-    left, right = v_BNSKE.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
-
-
 def stream_values(config: StreamConfig, v_BRKE: Tensor) -> Tensor:
-    """The values of stream rows [B, N S, K, E] as rows attend to them: rotated, where that tells streams apart."""
+    """The values of stream rows [B, N S, K, E] as rows attend to them: rotated, where that tells streams apart.
+
+    Channel pairs of stream n's values are rotated by the angle ``rotation_step`` * n (ACL eq. 8).
+    """
     if config.position != "rotation":
         return v_BRKE
-    b, rows, kv, e = v_BRKE.shape
-    v_BNSKE = v_BRKE.reshape(b, rows // config.num_streams, config.num_streams, kv, e)
-    return _rotate_values(v_BNSKE, config.rotation_step).view(v_BRKE.shape)
+    b, _, kv, e = v_BRKE.shape
+    v_BNSKE = v_BRKE.reshape(b, -1, config.num_streams, kv, e)
+    angle = torch.arange(1, config.num_streams + 1, device=v_BRKE.device, dtype=torch.float32) * config.rotation_step
+    cos, sin = (turn.to(v_BRKE.dtype)[:, None, None] for turn in (angle.cos(), angle.sin()))
+    left, right = v_BNSKE.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).flatten(1, 2)
 
 
 def main_attention(
@@ -81,9 +78,7 @@ def main_attention(
     g = h // kv
     scale = model.attention_scale if model.attention_scale is not None else e**-0.5
     q_BKGNE = (q_BNHE * scale).view(b, n, kv, g, e).permute(0, 2, 3, 1, 4)
-    v_BNSKE = v.view(b, n, s, kv, e)
-    if config.position == "rotation":
-        v_BNSKE = _rotate_values(v_BNSKE, config.rotation_step)
+    v_BNSKE = stream_values(config, v).view(b, n, s, kv, e)
     main = (q_BKGNE.reshape(b, kv, g * n, e) @ keys_BKLE.transpose(-1, -2)).view(b, kv, g, n, length)
     own = torch.einsum("bkgne,bnske->bkgns", q_BKGNE, k.view(b, n, s, kv, e))
     scores = torch.cat((main, own), dim=-1).float()
@@ -158,10 +153,7 @@ def stream_attention(
     scale = model.attention_scale if model.attention_scale is not None else e**-0.5
     q_BKGNSE = (q * scale).view(b, n, s, kv, g, e).permute(0, 3, 4, 1, 2, 5)
     k_BKNSE = k.view(b, n, s, kv, e).permute(0, 3, 1, 2, 4)
-    v_BNSKE = v.view(b, n, s, kv, e)
-    if config.position == "rotation":
-        v_BNSKE = _rotate_values(v_BNSKE, config.rotation_step)
-    v_BKNSE = v_BNSKE.permute(0, 3, 1, 2, 4)
+    v_BKNSE = stream_values(config, v).view(b, n, s, kv, e).permute(0, 3, 1, 2, 4)
 
     own = torch.einsum("bkgnse,bknte->bkgnst", q_BKGNSE, k_BKNSE)
     length = keys_BKLE.shape[2]
