@@ -7,11 +7,14 @@ positions, parallel blocks); that each family's wiring is right is ``tests/model
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from anabranch.control.controller import Controller
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.drafting.drafter import Drafter, Row
+from anabranch.learning.examples import Batch, Example
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.recipes import StreamConfig
@@ -47,6 +51,16 @@ LLAMA = ModelConfig(
     intermediate_size=48,
     max_positions=96,
     rope=RopeConfig(dim=8, max_positions=96),
+)
+# of sizes that the native kernels take
+WIDE = replace(
+    LLAMA,
+    hidden_size=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    intermediate_size=96,
+    rope=RopeConfig(dim=32, max_positions=96),
 )
 CASES: dict[str, ModelConfig] = {
     "llama": LLAMA,
@@ -106,6 +120,13 @@ RICH = StreamConfig(
     conditioning_rank=5,
     root_width=7,
 )
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "warm": SamplingParams(temperature=0.8, seed=1),
+    "cut": SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01, seed=2),
+    "penalty": SamplingParams(repetition_penalty=1.3),
+    "processors": SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
+}
 
 
 def randomise(module: nn.Module, seed: int, scale: float = 0.3) -> None:
@@ -231,16 +252,18 @@ class Timeless(Controller):
         pass
 
 
-def joint_losses(objective: Any, module: nn.Module, batch: Any, frozen: Any, *, steps: int, lr: float) -> list[float]:
-    """The losses of ``steps`` steps of AdamW on one batch, which is one segment."""
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=lr), []
-    for _ in range(steps):
+def train_on(texts: Sequence[Example], objective: Any, module: nn.Module, *, steps: int, lr: float) -> list[float]:
+    """The losses of ``steps`` steps of AdamW on one batch of texts."""
+    batch = Batch.of(texts)
+    frozen, optimizer = objective.freeze(batch), torch.optim.AdamW(module.parameters(), lr=lr)
+    losses = [0.0] * steps
+    for step in range(steps):
         optimizer.zero_grad()
-        (segment,) = objective.segments(batch)
-        scores = objective.loss(batch, frozen, segment)
-        scores.loss.backward()
+        for segment in objective.segments(batch):
+            loss = objective.loss(batch, frozen, segment).loss
+            loss.backward()
+            losses[step] += loss.item()
         optimizer.step()
-        losses.append(scores.loss.item())
     return losses
 
 
@@ -282,3 +305,40 @@ def request(length: int, seed: int, new: int = 20, **options: Any) -> Request:
     """A request with a random prompt, plain greedy if nothing else is said."""
     sampling = options.pop("sampling", SamplingParams())
     return Request(prompt(length, seed), new, sampling, **options)
+
+
+def completions(target: Decoder, count: int = 6, *, first: int = 4, new: int = 14) -> list[Example]:
+    """The target's own completions of ``new`` tokens, of prompts of ``first``, ``first + 1``, ... tokens."""
+    asked = [request(first + n, n, new) for n in range(count)]
+    said = plain(target, asked)
+    return [Example(tuple(each.prompt_ids), tuple(answer), "toy") for each, answer in zip(asked, said, strict=True)]
+
+
+def write_answers(path: Path, count: int = 24) -> Path:
+    """Write random prompts of 4 tokens with answers of 9 as a file that training reads."""
+    rows = ({"id": n, "prompt_ids": prompt(4, n), "answer_ids": prompt(9, 50 + n)} for n in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def decoded_length(target: Decoder, texts: Sequence[Example], drafter: Drafter) -> float:
+    """The mean acceptance length of a drafter that decodes completions again, which come out the same."""
+    asked = [Request(text.prompt_ids, len(text.answer_ids)) for text in texts]
+    found, steps = decode(target, asked, drafter, rows=3)
+    assert found == [list(text.answer_ids) for text in texts]
+    return sum(map(len, found)) / sum(map(len, steps))
+
+
+def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+    """The tokens from below the root to each node."""
+    return {tuple(tree.tokens[list(tree.path_to(node)[1:])].tolist()) for node in range(tree.size)}
+
+
+def same_tree(tree: DraftTree, wanted: DraftTree) -> None:
+    """The same nodes in the same order, from the same sources, with nearly the same probabilities."""
+    assert tree.tokens.tolist() == wanted.tokens.tolist()
+    assert tree.parents.tolist() == wanted.parents.tolist()
+    assert tree.sources == wanted.sources
+    assert (tree.log_probs is None) == (wanted.log_probs is None)
+    if tree.log_probs is not None and wanted.log_probs is not None:
+        np.testing.assert_allclose(tree.log_probs, wanted.log_probs, atol=1e-3)

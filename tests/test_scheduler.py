@@ -27,7 +27,6 @@ from anabranch.methods import Drafter, Needs, make_drafter
 from anabranch.methods.none import NoDrafter
 from anabranch.model import cache as caches
 from anabranch.model.backends import GraphBackend
-from anabranch.model.config import RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.kernel_use import native_for, why_not_native
 from anabranch.model.pack import pack_decoder
@@ -36,7 +35,7 @@ from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import LLAMA, RICH, SOME_CASES, prompt, randomise, request, small, small_adapter
+from small import RICH, SOME_CASES, WIDE, prompt, randomise, request, small, small_adapter
 from toy_text import toy_model
 
 PLAIN = NoDrafter()
@@ -181,13 +180,9 @@ def test_rows_of_all_kinds_together_decode_as_each_alone(case: str) -> None:
 
 def native_target() -> tuple[Decoder, Decoder]:
     """Targets of sizes that the native kernels take: float32 in PyTorch, and packed in bfloat16."""
-    wide = replace(
-        LLAMA, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64,
-        rope=RopeConfig(dim=32, max_positions=96),
-    )  # fmt: skip
-    plain = build_decoder(wide, device="cpu")
+    plain = build_decoder(WIDE, device="cpu")
     randomise(plain, seed=1)
-    packed = build_decoder(wide, device="cpu")
+    packed = build_decoder(WIDE, device="cpu")
     packed.load_state_dict(plain.state_dict())
     packed.to(torch.bfloat16)
     if not native_for(packed):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from typer.testing import CliRunner, Result
 
 from anabranch.adapters.folder import LoadedAdapter, TargetIdentity, save_adapter
 from anabranch.api import Model
 from anabranch.methods.streams.entry import METHOD
 from anabranch.model.load import Target, load_target
 from anabranch.model.weights import build_decoder, fingerprint
-from small import LLAMA, RICH, randomise, small_adapter
+from small import LLAMA, RICH, decode, randomise, request, small_adapter
 
 END = "<end>"
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
@@ -89,3 +91,19 @@ def save_toys(where: Path, *, native: bool = False) -> ToyFolders:
     for folder, owner in ((folders.adapter, identity), (folders.other, stranger)):
         save_adapter(folder, adapter, method=METHOD, target=owner, training={}, measured={}, dtype=torch.float32)
     return folders
+
+
+def train_toy(toys: ToyFolders, folder: Path, command: str, *options: object, count: int = 24) -> Result:
+    """``anabranch train COMMAND --out FOLDER --json`` on the toy's own completions."""
+    from anabranch.cli.train import app
+
+    target = load_target(str(toys.model), dtype="float32")
+    asked = [request(4 + n % 5, n, 20) for n in range(count)]
+    said, _ = decode(target.decoder, asked)
+    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
+    answers = folder.with_name("answers.jsonl")
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    words = (command, "--model", toys.model, "--answers", answers, "--out", folder, "--held-out", 4, "--json", *options)
+    result = CliRunner().invoke(app, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+    return result

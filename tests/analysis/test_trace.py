@@ -10,7 +10,6 @@ import pytest
 
 from anabranch.analysis.trace import Trace, TraceWriter, child_ranks, read_trace
 from anabranch.decoding.engine import Engine, Request, Step
-from anabranch.decoding.stats import Stats
 from anabranch.errors import CapabilityError, FileError
 from anabranch.methods import make_drafter
 from anabranch.sampling import SamplingParams
@@ -162,11 +161,3 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         TraceWriter(tmp_path / "later", settings={})
     with pytest.raises(FileError, match="cannot be written"):
         TraceWriter(tmp_path / "later" / "below", settings={})
-
-
-def test_statistics_agree(tmp_path: Path) -> None:
-    trace, steps = record(tmp_path / "run.jsonl", "streams:nodes=12", [request(9, seed=1)])
-    stats = Stats.of(steps)
-    records = list(trace)
-    assert sum(len(r.tokens) for r in records) / len(records) == stats.mean_acceptance_length
-    assert sum(r.drafted for r in records) == stats.draft_nodes

@@ -15,10 +15,9 @@ import torch
 
 import anabranch
 from anabranch.decoding.engine import Engine, Request
-from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.reader import Continuations
-from anabranch.errors import CapabilityError, FileError, InputError
-from anabranch.methods import Row, make_drafter, parse_spec, resolve_spec
+from anabranch.errors import CapabilityError, FileError
+from anabranch.methods import Drafter, Row, make_drafter, parse_spec, resolve_spec
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.load import check_vocabulary
 from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
@@ -32,6 +31,7 @@ from anabranch.tree import DraftTree
 from small import (
     CASES,
     LLAMA,
+    SAMPLINGS,
     SOME_CASES,
     VOCABULARY,
     Timeless,
@@ -40,6 +40,7 @@ from small import (
     prompt,
     randomise,
     request,
+    same_tree,
     small,
     small_adapter,
 )
@@ -92,11 +93,7 @@ class Compared(DraftModelDrafter):
             fresh = DraftModelDrafter(self.target, self.model, self.settings)
             again = Row(row.tokens, row.prompt_length, row.sampling, row.rule, row.max_depth)
             (wanted,) = fresh.draft([again], budget)
-            assert tree.tokens.tolist() == wanted.tokens.tolist()
-            assert tree.parents.tolist() == wanted.parents.tolist()
-            assert (tree.log_probs is None) == (wanted.log_probs is None)
-            if tree.log_probs is not None and wanted.log_probs is not None:
-                np.testing.assert_allclose(tree.log_probs, wanted.log_probs, atol=1e-3)
+            same_tree(tree, wanted)
             self.compared += tree.size > 1
         return trees
 
@@ -187,25 +184,18 @@ def test_sampled_trees_do_not_depend_on_what_the_cache_went_through(shape: str, 
 
 
 # -- what is emitted -------------------------------------------------------------------------------------------------
-SAMPLING = {
-    "greedy": SamplingParams(),
-    "warm": SamplingParams(temperature=0.8, seed=1),
-    "cut": SamplingParams(temperature=1.2, top_k=5, top_p=0.9, min_p=0.01, seed=2),
-    "penalty": SamplingParams(repetition_penalty=1.3),
-    "processors": SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
-}
 QUICK = {("best", "greedy"), ("best", "cut"), ("without", "warm"), ("chain", "penalty"), ("without", "processors")}
 EMITTED = [
     pytest.param(shape, how, marks=() if (shape, how) in QUICK else pytest.mark.thorough)
     for shape in SHAPES
-    for how in SAMPLING
+    for how in SAMPLINGS
 ]
 
 
 @pytest.mark.parametrize(("shape", "sampling"), EMITTED)
 def test_matching_emits_what_plain_decoding_emits(shape: str, sampling: str) -> None:
     target = small("gemma2")
-    asked = [request(3 + 4 * n, n, 14, sampling=replace(SAMPLING[sampling], seed=n)) for n in range(4)]
+    asked = [request(3 + 4 * n, n, 14, sampling=replace(SAMPLINGS[sampling], seed=n)) for n in range(4)]
     wanted = plain(target, asked)
     for rows in (1, 3):
         drafter = DraftModelDrafter(target, near(target), SHAPES[shape])
@@ -346,17 +336,6 @@ def test_the_load_decides_how_much_is_drafted(inner: PromptLookupDrafter | None)
         assert max(alone) > 3
 
 
-def test_trees_are_merged_with_those_of_others() -> None:
-    target = small()
-    parts = [DraftModelDrafter(target, near(target), SHAPES["best"]), PromptLookupDrafter(LookupSettings(tokens="3"))]
-    for sampling in (SamplingParams(), SamplingParams(temperature=1.0)):
-        asked = [Request([3, 4, 5, 6, 3, 4, 5, 6, 3], 20, replace(sampling, seed=n)) for n in range(3)]
-        found, steps = decode(target, asked, CombinedDrafter(parts, nodes=8), rows=2)
-        assert found == plain(target, asked)
-        sources = {source for row in steps for step in row for source in step.tree.sources}
-        assert {"draft 1", "prompt_lookup"} < sources
-
-
 def test_an_error_in_a_draft_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
     target = small()
     drafter = DraftModelDrafter(target, near(target), SHAPES["chain"])
@@ -415,18 +394,23 @@ def test_a_sampled_tree_is_as_deep_as_fits_the_budget() -> None:
 
 
 # -- staged ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", ["chain", "best", "unsure"])
-def test_an_inner_drafter_saves_passes_and_changes_no_tree(shape: str) -> None:
+def saves_passes_and_changes_no_tree(shape: str, asked: list[Request], inner: Drafter) -> None:
+    """Check that an inner drafter saves passes of the draft model, and that trees and texts are those without it."""
     target = small()
-    asked = [Request([3, 4, 5, 6, 7] * 5, 30), Request([8, 9] * 9, 20), request(6, 1, 30)]
     alone = DraftModelDrafter(target, near(target), SHAPES[shape])
-    staged = ComparedStaged(target, alone.model, SHAPES[shape], inner=PromptLookupDrafter(LookupSettings(tokens="4")))
+    staged = ComparedStaged(target, alone.model, SHAPES[shape], inner=inner)
     found, with_inner = decode(target, asked, staged, rows=2)
     wanted, without = decode(target, asked, alone, rows=2)
     assert found == wanted == plain(target, asked)
     for one, two in zip(with_inner, without, strict=True):
         assert [step.tree.tokens.tolist() for step in one] == [step.tree.tokens.tolist() for step in two]
     assert staged.reader.passes < alone.reader.passes
+
+
+@pytest.mark.parametrize("shape", ["chain", "best", "unsure"])
+def test_an_inner_drafter_saves_passes_and_changes_no_tree(shape: str) -> None:
+    asked = [Request([3, 4, 5, 6, 7] * 5, 30), Request([8, 9] * 9, 20), request(6, 1, 30)]
+    saves_passes_and_changes_no_tree(shape, asked, PromptLookupDrafter(LookupSettings(tokens="4")))
 
 
 @pytest.mark.parametrize("shape", ["chain", "iid", "without"])
@@ -471,22 +455,14 @@ def test_a_draft_model_from_a_folder(toys: ToyFolders, settings: str) -> None:
 
 @pytest.mark.parametrize("shape", ["chain", "best"])
 def test_a_draft_model_inside_a_draft_model_changes_no_tree(shape: str) -> None:
-    target = small()
     asked = [Request([3, 4, 5, 6, 7] * 3, 24), request(6, 1, 24), Request([8, 9] * 9, 16)]
-    alone = DraftModelDrafter(target, near(target), SHAPES[shape])
     inmost = StagedDrafter(
-        target,
-        near(target),
+        small(),
+        near(small()),
         DraftModelSettings("chain", tokens="3"),
         inner=PromptLookupDrafter(LookupSettings(tokens="3")),
     )
-    staged = ComparedStaged(target, alone.model, SHAPES[shape], inner=inmost)
-    found, with_inner = decode(target, asked, staged, rows=2)
-    wanted, without = decode(target, asked, alone, rows=2)
-    assert found == wanted == plain(target, asked)
-    for one, two in zip(with_inner, without, strict=True):
-        assert [step.tree.tokens.tolist() for step in one] == [step.tree.tokens.tolist() for step in two]
-    assert staged.reader.passes < alone.reader.passes
+    saves_passes_and_changes_no_tree(shape, asked, inmost)
     assert inmost.reader.passes > 0
 
 
@@ -576,36 +552,6 @@ def test_vocabularies_are_compared_by_id() -> None:
         check_vocabulary({"a": 5, "b": 6, "e": 1}, {"c": 6, "e": 1}, "m")
     with pytest.raises(CapabilityError, match="and 7 more differ"):
         check_vocabulary({str(n): n for n in range(10)}, {}, "m")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("draft_model:tree=oak", "best, chain, iid, without, auto, got 'oak'"),
-        ("draft_model:tokens=0", "tokens must be a whole number from 1 to 256, or auto, got '0'"),
-        ("draft_model:tokens=300", "from 1 to 256, or auto, got '300'"),
-        ("draft_model:tokens=few", "from 1 to 256, or auto, got 'few'"),
-        ("draft_model:nodes=0", "nodes must be at least 2"),
-        ("draft_model:tree=1", "nodes must be at least 2"),
-        ("draft_model:nodes=9999", "nodes must be at most 1,024, got 9999"),
-        ("draft_model:tree=chain,nodes=8", "nodes is the budget of tree=best, got nodes=8 with tree=chain"),
-        ("draft_model:tree=iid,k=0", "k must be at least 1, got 0"),
-        ("draft_model:tree=iid,k=2/", "k must be a whole number, or several"),
-        ("draft_model:tree=iid,k=8,tokens=9", "9 tokens with 8 children a node make more than 1,024 nodes"),
-        ("draft_model:threshold=1", "threshold must be a probability"),
-        ("draft_model:quantize=int3", "quantize must be one of"),
-        ("draft_model:folder=x", "has no setting 'folder=x'; settings are model, tree, nodes, tokens"),
-        ("staged:inner=none", "must be one of prompt_lookup, suffix, ngram, rest, draft_model, staged, got 'none'"),
-        ("staged:guesses=0", "guesses must be at least 1, got 0"),
-        ("staged:inner=streams", "inner must be one of .*, got 'streams'"),
-        ("staged:inner=auto", "inner must be one of .*, got 'auto'"),
-        ("staged:inner=oak:tokens=2", "inner must be one of .*, got 'oak'"),
-        ("staged:inner=prompt_lookup:tokens=0", "at least 1, or auto, got '0'"),
-    ],
-)
-def test_what_is_no_specification_is_refused_before_any_model_is_loaded(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        parse_spec(text)
 
 
 def test_draft_models_that_cannot_be_had(toys: ToyFolders, tmp_path: Path) -> None:

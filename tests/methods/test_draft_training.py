@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 import anabranch
-from anabranch.cli.train import app
-from anabranch.errors import AdapterError, InputError
+from anabranch.errors import InputError
 from anabranch.learning import loss as loss_module
-from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import DistillationLoss
+from anabranch.learning.examples import Batch
+from anabranch.learning.loss import distillation_loss
 from anabranch.methods import make_drafter
 from anabranch.methods.draft_model.drafter import DraftModelDrafter
 from anabranch.methods.draft_model.entry import TRAINED
@@ -26,9 +24,8 @@ from anabranch.methods.draft_model.module import DraftConfig, DraftModule, begin
 from anabranch.methods.draft_model.objective import DraftObjective, LossOptions
 from anabranch.model.cache import Cache
 from anabranch.model.inputs import Inputs
-from anabranch.model.load import load_target
-from small import LLAMA, VOCABULARY, decode, prompt, request, small
-from toy_text import ToyFolders
+from small import LLAMA, VOCABULARY, completions, decoded_length, prompt, small, train_on
+from toy_text import ToyFolders, train_toy
 
 TINY = DraftConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48)
 
@@ -36,13 +33,6 @@ TINY = DraftConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=
 def module(seed: int = 0) -> DraftModule:
     torch.manual_seed(seed)
     return DraftModule(small().config, TINY)
-
-
-def examples(count: int = 6) -> list[Example]:
-    """The target's own completions."""
-    asked = [request(4 + n, n, 12) for n in range(count)]
-    said, _ = decode(small(), asked)
-    return [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
@@ -55,7 +45,7 @@ def test_the_loss_is_cross_entropy_to_tokens_and_teacher(
     states, head = torch.randn(11, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     tokens, teacher = torch.randint(9, (11,)), torch.randn(11, 9).softmax(-1)
     bias = None if cap is None else torch.randn(9)
-    found, right = DistillationLoss.apply(states, head, tokens, teacher.__getitem__, soft, bias, cap)
+    found, right = distillation_loss(states, head, tokens, teacher.__getitem__, soft, bias, cap)
     (3 * found).backward()
     mine = states.grad, head.grad
     states.grad = head.grad = None
@@ -103,20 +93,14 @@ def test_a_draft_model_begins_with_the_best_narrow_copy_of_the_targets_head() ->
 
 
 def test_the_loss_falls_and_acceptance_rises() -> None:
-    made, texts = module(), examples()
+    made, texts = module(), completions(small(), new=12)
     learner = DraftObjective(small(), made, LossOptions(soft=0.5))
     batch = Batch.of(texts)
-    frozen = learner.freeze(batch)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
-    before, losses = learner.evaluate(texts, nodes=(4,)), []
-    for _ in range(60):
-        (segment,) = learner.segments(batch)
-        scores = learner.loss(batch, frozen, segment)
-        assert float(scores.count_S) == learner.predictions(batch) == 6 * 12
-        optimizer.zero_grad()
-        scores.loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(scores.loss.item())
+    (segment,) = learner.segments(batch)
+    scores = learner.loss(batch, learner.freeze(batch), segment)
+    assert float(scores.count_S) == learner.predictions(batch) == 6 * 12
+    before = learner.evaluate(texts, nodes=(4,))
+    losses = train_on(texts, learner, made, steps=60, lr=1e-2)
     after = learner.evaluate(texts, nodes=(4,))
     assert losses[-1] < 0.7 * losses[0]
     assert set(after) == {"tree", "chain", "4 nodes", "top 1", "top 8", "at least", "by source"}
@@ -124,11 +108,7 @@ def test_the_loss_falls_and_acceptance_rises() -> None:
     assert after["tree"] >= after["4 nodes"] >= 1
     assert after["top 1"][0] > 0.8
     # the replay predicts what decoding reaches
-    asked = [request(4 + n, n, 12) for n in range(6)]
-    drafter = DraftModelDrafter(small(), made.model)
-    found, steps = decode(small(), asked, drafter, rows=3)
-    assert found == decode(small(), asked)[0]
-    assert sum(map(len, found)) / sum(map(len, steps)) >= after["chain"] - 0.05
+    assert decoded_length(small(), texts, DraftModelDrafter(small(), made.model)) >= after["chain"] - 0.05
 
 
 def test_a_draft_of_the_default_models_vocabulary_has_less_than_20_megabytes() -> None:
@@ -142,12 +122,6 @@ def test_a_draft_of_the_default_models_vocabulary_has_less_than_20_megabytes() -
 
 
 def test_shapes_that_are_refused() -> None:
-    for wrong in ({"hidden_size": 0}, {"num_heads": 3}, {"num_layers": 1.5}):
-        with pytest.raises(InputError, match="must be a"):
-            DraftConfig(**wrong)  # type: ignore[arg-type]
-    for record in ({"width": 3}, {"num_layers": "two"}):
-        with pytest.raises(AdapterError, match=r"malformed|unknown field"):
-            DraftConfig.from_dict(record)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="drafts from the whole vocabulary of 19 tokens, got 3"):
         DraftModule(small().config, TINY, torch.arange(3))
     assert len(DraftModule(small().config, TINY, torch.arange(VOCABULARY)).vocabulary) == VOCABULARY
@@ -162,31 +136,10 @@ def test_shapes_that_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_draft_model_that_drafts(toys: ToyFolders, tmp_path: Path) -> None:
-    target = load_target(str(toys.model), dtype="float32")
-    asked = [request(4 + n % 5, n, 20) for n in range(24)]
-    said, _ = decode(target.decoder, asked)
-    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     folder = tmp_path / "draft"
     sizes = ("--hidden-size", 32, "--num-layers", 1, "--num-heads", 2, "--intermediate-size", 48)
-    arguments = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--out", folder, "--recipe", "small", *sizes)
-    rest = (
-        "--epochs",
-        12,
-        "--batch-tokens",
-        200,
-        "--warmup",
-        4,
-        "--lr",
-        0.02,
-        "--held-out",
-        4,
-        "--no-timing",
-        "--json",
-    )
-    result = CliRunner().invoke(app, ["draft-model", *map(str, (*arguments, *rest))])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    rest = ("--epochs", 12, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.02, "--no-timing")
+    record = json.loads(train_toy(toys, folder, "draft-model", "--recipe", "small", *sizes, *rest).stdout)
     assert record["method"] == "draft_model"
     assert record["run"]["command"].endswith(f"--adapter {folder}")
     lengths = record["measured"]["predicted mean acceptance length"]

@@ -11,7 +11,6 @@ import torch
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.layer import EagleLayer, NativeEagleLayer
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
-from anabranch.model.config import RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.pack import pack_decoder
@@ -20,19 +19,10 @@ from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import LLAMA, decode, randomise, request
+from small import WIDE, decode, randomise, request
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
 
-WIDE = replace(
-    LLAMA,
-    hidden_size=64,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    intermediate_size=96,
-    rope=RopeConfig(dim=32, max_positions=96),
-)
 CASES = {
     "llama": WIDE,
     "mistral": replace(WIDE, family="mistral", sliding_window=6),

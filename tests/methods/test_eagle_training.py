@@ -10,20 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 import anabranch
 from anabranch.analysis.cost import target as published
-from anabranch.cli.train import app
 from anabranch.errors import AdapterError, InputError
-from anabranch.learning.examples import Batch, Example
+from anabranch.learning.examples import Batch
 from anabranch.methods.eagle.drafter import EagleDrafter, EagleSettings
 from anabranch.methods.eagle.entry import TRAINED
 from anabranch.methods.eagle.module import EagleConfig, EagleModule
 from anabranch.methods.eagle.objective import EagleObjective, LossOptions
-from anabranch.model.load import load_target
-from small import decode, request, small
-from toy_text import ToyFolders
+from small import completions, decoded_length, small, train_on
+from toy_text import ToyFolders, train_toy
 
 
 def module(config: EagleConfig | None = None, words: torch.Tensor | None = None) -> EagleModule:
@@ -31,16 +28,9 @@ def module(config: EagleConfig | None = None, words: torch.Tensor | None = None)
     return EagleModule(small().config, config or EagleConfig(), words)
 
 
-def examples(count: int = 6, case: str = "llama") -> list[Example]:
-    """The target's own completions."""
-    asked = [request(1 + n, n, 12) for n in range(count)]
-    said, _ = decode(small(case), asked)
-    return [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
-
-
 def test_the_first_step_is_the_papers_loss() -> None:
     """Smooth-L1 on features plus a tenth of the cross-entropy to the target's distribution, summed over tokens."""
-    made, texts, target = module(), examples(3), small()
+    made, texts, target = module(), completions(small(), 3, first=1, new=12), small()
     learner = EagleObjective(target, made, LossOptions(feature=1.0, token=0.1, soft=1.0, unroll=1))
     batch = Batch.of(texts)
     frozen = learner.freeze(batch)
@@ -72,19 +62,10 @@ def test_the_first_step_is_the_papers_loss() -> None:
     ],
 )
 def test_the_loss_falls_and_acceptance_rises(config: EagleConfig) -> None:
-    made, texts = module(config, torch.arange(0, 19, 2)), examples()
+    made, texts = module(config, torch.arange(0, 19, 2)), completions(small(), first=1, new=12)
     learner = EagleObjective(small(), made, LossOptions(unroll=3, noise=0.05))
-    batch = Batch.of(texts)
-    frozen = learner.freeze(batch)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=5e-3)
-    before, losses = learner.evaluate(texts), []
-    for _ in range(80):
-        (segment,) = learner.segments(batch)
-        scores = learner.loss(batch, frozen, segment)
-        optimizer.zero_grad()
-        scores.loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(scores.loss.item())
+    assert len(list(learner.segments(Batch.of(texts)))) == 1
+    before, losses = learner.evaluate(texts), train_on(texts, learner, made, steps=80, lr=5e-3)
     after = learner.evaluate(texts, nodes=(4,))
     assert losses[-1] < 0.7 * losses[0]
     assert set(after) == {"tree", "chain", "static tree", "4 nodes", "top 1", "top 8", "at least", "by source"}
@@ -93,11 +74,8 @@ def test_the_loss_falls_and_acceptance_rises(config: EagleConfig) -> None:
     assert len(after["top 1"]) == 3
     assert min(after["top 1"]) > 0.6
     # the replay predicts what decoding reaches; decoding drafts for the first token of a longer prompt, too
-    asked = [request(1 + n, n, 12) for n in range(6)]
     drafter = EagleDrafter(small(), made.requires_grad_(False), EagleSettings("chain", depth=5))
-    found, steps = decode(small(), asked, drafter, rows=3)
-    assert found == decode(small(), asked)[0]
-    assert sum(map(len, found)) / sum(map(len, steps)) >= after["chain"] - 0.05
+    assert decoded_length(small(), texts, drafter) >= after["chain"] - 0.05
 
 
 @pytest.mark.parametrize(("name", "printed"), [("Llama-2-7B", 2.4e8), ("Phi-3", 1.3e8)])
@@ -142,17 +120,9 @@ def test_options_that_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_head_that_drafts(toys: ToyFolders, tmp_path: Path) -> None:
-    target = load_target(str(toys.model), dtype="float32")
-    asked = [request(4 + n % 5, n, 20) for n in range(24)]
-    said, _ = decode(target.decoder, asked)
-    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     folder = tmp_path / "head"
-    arguments = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--out", folder, "--recipe", "small")
-    rest = ("--taps", "1/2", "--epochs", 12, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.01, "--held-out", 4)
-    result = CliRunner().invoke(app, ["eagle", *map(str, (*arguments, *rest, "--no-timing", "--json"))])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    options = ("--taps", "1/2", "--epochs", 12, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.01, "--no-timing")
+    record = json.loads(train_toy(toys, folder, "eagle", "--recipe", "small", *options).stdout)
     assert record["method"] == "eagle"
     assert record["config"]["taps"] == "1/2"
     assert record["measured"]["predicted mean acceptance length"]["tree"] > 1.2

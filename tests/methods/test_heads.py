@@ -12,31 +12,38 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typer.testing import CliRunner
 
 import anabranch
 from anabranch.analysis.cost import target as published_target
-from anabranch.cli.train import app
-from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Row
 from anabranch.drafting.head import DrawNoise
 from anabranch.errors import AdapterError, CapabilityError, InputError
-from anabranch.learning.examples import Batch, Example
-from anabranch.methods import make_drafter, parse_spec
+from anabranch.learning.examples import Batch
+from anabranch.methods import make_drafter
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
 from anabranch.methods.heads.module import begin_with, start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.medusa.draft import MedusaDraft
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
-from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.model.decoder import Decoder
-from anabranch.model.load import load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams, position_keys, target_tokens
-from small import LLAMA, SOME_CASES, decode, prompt, randomise, request, small
-from toy_text import ToyFolders
+from small import (
+    SOME_CASES,
+    WIDE,
+    completions,
+    decode,
+    decoded_length,
+    paths_of,
+    prompt,
+    randomise,
+    request,
+    small,
+    train_on,
+)
+from toy_text import ToyFolders, train_toy
 
 IDS = torch.tensor([0, 3, 4, 5, 8, 11, 12, 13, 17])
 SHAPES = {
@@ -80,10 +87,6 @@ def log_probs(target: Decoder, module: MedusaModule, hidden_D: Tensor, k: int, i
     return dict(zip(ids, z.log_softmax(-1).tolist(), strict=True))
 
 
-def paths(tree: Any) -> set[tuple[int, ...]]:
-    return {tuple(tree.tokens[list(tree.path_to(node))[1:]].tolist()) for node in range(tree.size)}
-
-
 @pytest.mark.parametrize("head", ["shared", "own"])
 @pytest.mark.parametrize("case", ["llama", "gemma2", "phi"])
 @pytest.mark.parametrize("layers", [pytest.param(1, marks=MORE), 2])
@@ -104,7 +107,7 @@ def test_a_best_first_tree_holds_the_most_probable_nodes(case: str, head: str, l
         for depth in range(1, 4):
             for path in itertools.product(ids, repeat=depth):
                 joint[path] = sum(level[token] for level, token in zip(levels, path, strict=False))
-        assert paths(tree) == set(sorted(joint, key=joint.__getitem__, reverse=True)[:8])
+        assert paths_of(tree) == set(sorted(joint, key=joint.__getitem__, reverse=True)[:8])
         assert tree.log_probs is not None
         for node in range(tree.size):
             path = tuple(tree.tokens[list(tree.path_to(node))[1:]].tolist())
@@ -182,30 +185,11 @@ def test_heads_that_are_right_draft_what_the_target_will_draw() -> None:
     assert tree.tokens[1:].tolist() == wanted.tolist()
 
 
-def test_the_load_decides_how_much_is_drafted() -> None:
-    target = small()
-    asked = [request(n, n, 30) for n in range(3, 9)]
-    found, _ = decode(target, asked, drafter(target, "auto"), rows=4)
-    assert found == decode(target, asked)[0]
-
-
-def test_trees_are_merged_with_those_of_others() -> None:
-    target = small()
-    both = CombinedDrafter([drafter(target), PromptLookupDrafter(LookupSettings(tokens="3"))], nodes=10)
-    asked = [request(n, n, 20) for n in range(3, 7)]
-    found, steps = decode(target, asked, both, rows=2)
-    assert found == decode(target, asked)[0]
-    sources = {source for row in steps for step in row for source in step.tree.sources}
-    assert {"head 1", "head 2", "target"} < sources
-
-
 @pytest.mark.skipif(native.library() is None, reason="needs the native kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ["shared", "own"])
 def test_packed_heads_draft_as_the_unpacked_ones_do(dtype: torch.dtype, head: str) -> None:
-    config = replace(LLAMA, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64)
-    config = replace(config, rope=replace(LLAMA.rope, dim=32))
-    plain, packed = (build_decoder(config, device="cpu", dtype=dtype) for _ in range(2))
+    plain, packed = (build_decoder(WIDE, device="cpu", dtype=dtype) for _ in range(2))
     for decoder in (plain, packed):
         randomise(decoder, seed=1)
     module, copied = (heads(plain, head=head, num_layers=2).to(dtype) for _ in range(2))
@@ -216,26 +200,19 @@ def test_packed_heads_draft_as_the_unpacked_ones_do(dtype: torch.dtype, head: st
     assert torch.allclose(found, wanted, atol=1e-4 if dtype == torch.float32 else 0.3)  # int4 blocks
     if dtype == torch.float32:
         trees = zip(loose.build(wanted, [1] * 4), tight.build(found, [1] * 4), strict=True)
-        assert all(paths(a) == paths(b) for a, b in trees)
+        assert all(paths_of(a) == paths_of(b) for a, b in trees)
     asked = [request(n, n, 20) for n in range(3, 7)]
     made = HeadDrafter("medusa", tight)
     assert decode(packed, asked, made, rows=2)[0] == decode(packed, asked)[0]
 
 
 # -- training --------------------------------------------------------------------------------------------
-def examples(target: Decoder, count: int = 6) -> list[Example]:
-    """The target's own completions."""
-    asked = [request(4 + n, n, 14) for n in range(count)]
-    said, _ = decode(target, asked)
-    return [Example(tuple(each.prompt_ids), tuple(answer), "toy") for each, answer in zip(asked, said, strict=True)]
-
-
 @pytest.mark.parametrize("head", ["shared", "own"])
 @pytest.mark.parametrize("case", ["llama", "gemma2", "phi"])
 def test_the_loss_is_the_sum_over_heads(case: str, head: str) -> None:
     target, options = small(case), LossOptions(decay=0.7, soft=0.4)
     module = heads(target, head=head).requires_grad_(True)
-    texts = examples(target, 3)
+    texts = completions(target, 3)
     objective = HeadObjective(target, module, options, draft=MedusaDraft, segment=5)
     batch = Batch.of(texts)
     frozen = objective.freeze(batch)
@@ -261,27 +238,18 @@ def test_the_loss_is_the_sum_over_heads(case: str, head: str) -> None:
 
 @pytest.mark.parametrize("head", ["shared", "own"])
 def test_training_reaches_what_replay_predicts(head: str) -> None:
-    target, texts = small(), examples(small())
+    target, texts = small(), completions(small())
     module = MedusaModule(target.config, MedusaConfig(3, head=head), None)  # type: ignore[arg-type]
     start_from_target(target, module)
     objective = HeadObjective(target, module, LossOptions(soft=0.0), draft=MedusaDraft)
-    batch = Batch.of(texts)
-    frozen, optimizer = objective.freeze(batch), torch.optim.AdamW(module.parameters(), lr=1e-2)
     before = objective.evaluate(texts, nodes=(4,))
-    for _ in range(60):
-        optimizer.zero_grad()
-        for segment in objective.segments(batch):
-            objective.loss(batch, frozen, segment).loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    train_on(texts, objective, module, steps=60, lr=1e-2)
     after = objective.evaluate(texts, nodes=(4,))
     assert set(after) == {"tree", "chain", "sparse tree", "4 nodes", "top 1", "top 8", "at least", "by source"}
     assert after["tree"] > before["tree"] + 0.5
     assert after["tree"] >= after["4 nodes"] >= 1
-    asked = [request(4 + n, n, 14) for n in range(6)]
     made = HeadDrafter("medusa", MedusaDraft(target, module.requires_grad_(False)))
-    found, steps = decode(target, asked, made, rows=3)
-    assert found == decode(target, asked)[0]
-    assert sum(map(len, found)) / sum(map(len, steps)) == pytest.approx(after["tree"], abs=0.01)
+    assert decoded_length(target, texts, made) == pytest.approx(after["tree"], abs=0.01)
 
 
 def test_fresh_heads_score_as_the_target_does() -> None:
@@ -338,28 +306,6 @@ def test_the_papers_parameter_counts(name: str, printed: float, digits: int) -> 
     assert found // unit * unit == pytest.approx(printed)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("medusa:tree=wide", "tree must be a number of nodes or one of best, chain, sparse, product, auto"),
-        ("medusa:tree=1", "nodes must be at least 2"),
-        ("medusa:nodes=0", "nodes must be at least 2"),
-        ("medusa:k=0", "k must be at least 1, got 0"),
-        ("medusa:depth=-1", "depth must be at least 0, got -1"),
-        ("medusa:tree=chain,nodes=4", "nodes is the budget of tree=best, got nodes=4 with tree=chain"),
-    ],
-)
-def test_settings_that_are_refused_before_any_model_is_loaded(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        parse_spec(text)
-
-
-def test_settings_are_read_and_written() -> None:
-    for text in ("medusa", "medusa:nodes=12", "medusa:tree=auto,nodes=12", "medusa:tree=product,k=2,depth=3"):
-        assert str(parse_spec(text)) == text
-    assert str(parse_spec("medusa:tree=12")) == "medusa:nodes=12"
-
-
 def test_heads_that_cannot_be_had() -> None:
     target = small()
     with pytest.raises(CapabilityError, match="'medusa' needs an adapter that was trained for this target"):
@@ -370,12 +316,6 @@ def test_heads_that_cannot_be_had() -> None:
         make_drafter("medusa:tree=product,k=12", target, heads(target))
     with pytest.raises(CapabilityError, match="use rule='match'"):
         make_drafter("medusa", target, heads(target)).check(SAMPLED, "rejection")
-    for wrong in ({"num_heads": 0}, {"num_layers": 17}, {"head": "both"}):
-        with pytest.raises(InputError, match="must be"):
-            MedusaConfig(**wrong)  # type: ignore[arg-type]
-    for record in ({"width": 3}, {"num_heads": "two"}):
-        with pytest.raises(AdapterError, match=r"malformed|unknown field"):
-            MedusaConfig.from_dict(record)
     for options in ({"decay": 0.0}, {"soft": 1.5}):
         with pytest.raises(InputError, match="must be"):
             LossOptions(**options)
@@ -384,18 +324,10 @@ def test_heads_that_cannot_be_had() -> None:
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 @pytest.mark.parametrize("head", ["shared", pytest.param("own", marks=pytest.mark.thorough)])
 def test_from_completions_to_heads_that_draft(head: str, toys: ToyFolders, tmp_path: Path) -> None:
-    target = load_target(str(toys.model), dtype="float32")
-    asked = [request(4 + n % 5, n, 20) for n in range(24)]
-    said, _ = decode(target.decoder, asked)
-    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     folder = tmp_path / "heads"
-    arguments = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--out", folder, "--recipe", "small")
     options = ("--head", head, "--num-heads", 3, "--epochs", 12, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.02)
-    rest = ("--draft-vocabulary", 128, "--held-out", 4, "--no-timing", "--json")
-    result = CliRunner().invoke(app, ["medusa", *map(str, (*arguments, *options, *rest))])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    rest = ("--recipe", "small", "--draft-vocabulary", 128, "--no-timing")
+    record = json.loads(train_toy(toys, folder, "medusa", *options, *rest).stdout)
     assert record["method"] == "medusa"
     assert record["config"] == {"num_heads": 3, "num_layers": 1, "head": head, "lora_rank": 0}
     assert record["measured"]["predicted mean acceptance length"]["tree"] > 1.1

@@ -11,48 +11,46 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_same_trees import WORDS as IDS
+from test_same_trees import heads as random_heads
 from torch import Tensor
-from typer.testing import CliRunner
 
 import anabranch
 from anabranch.analysis.cost import cost
 from anabranch.analysis.cost import target as published_target
-from anabranch.cli.train import app
-from anabranch.decoding.engine import Engine
-from anabranch.drafting.combined import CombinedDrafter
-from anabranch.errors import CapabilityError, InputError
+from anabranch.errors import CapabilityError
 from anabranch.learning.examples import Batch, Example
-from anabranch.methods import make_drafter, parse_spec
+from anabranch.methods import make_drafter
 from anabranch.methods.heads.drafter import HeadDrafter, HeadSettings
-from anabranch.methods.heads.module import start_from_target
 from anabranch.methods.heads.objective import HeadObjective, LossOptions
 from anabranch.methods.hydra.draft import HydraDraft, PrefixDrafter
 from anabranch.methods.hydra.module import HydraConfig, HydraModule, Memory, PrefixLayer
-from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
 from anabranch.model.decoder import Decoder
-from anabranch.model.load import load_target
 from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
-from small import LLAMA, SOME_CASES, decode, prompt, randomise, request, small
-from toy_text import ToyFolders
+from small import (
+    SOME_CASES,
+    WIDE,
+    completions,
+    decode,
+    decoded_length,
+    paths_of,
+    prompt,
+    randomise,
+    request,
+    small,
+    train_on,
+)
+from toy_text import ToyFolders, train_toy
 
-IDS = torch.tensor([0, 3, 4, 5, 8, 11, 12, 13, 17])
 ROOT = 6
 MORE = pytest.mark.thorough
 
 
 def heads(target: Decoder, vocabulary: Tensor | None = IDS, **config: Any) -> HydraModule:
-    """Heads with random weights around those that pass the target's state on."""
-    torch.manual_seed(0)
-    module = HydraModule(target.config, HydraConfig(**{"num_heads": 3, **config}), vocabulary)
-    start_from_target(target, module)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for _, parameter in sorted(module.named_parameters()):
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return module.eval().requires_grad_(False)
+    return random_heads(HydraModule, HydraConfig(**{"num_heads": 3, **config}), target, vocabulary)  # type: ignore[no-any-return]
 
 
 def drafter(target: Decoder, settings: HeadSettings | None = None, **config: Any) -> HeadDrafter:
@@ -83,10 +81,6 @@ def log_probs(
     return dict(zip(ids, z.log_softmax(-1).tolist(), strict=True))
 
 
-def paths(tree: Any) -> set[tuple[int, ...]]:
-    return {tuple(tree.tokens[list(tree.path_to(node))[1:]].tolist()) for node in range(tree.size)}
-
-
 @pytest.mark.parametrize(
     ("case", "config"),
     [
@@ -107,7 +101,7 @@ def test_a_best_first_tree_holds_the_most_probable_nodes(case: str, config: dict
             for path in itertools.product(ids, repeat=depth):
                 for token, log_prob in log_probs(target, module, hidden[b], path, ids).items():
                     joint[(*path, token)] = joint[path] + log_prob
-        assert paths(tree) == set(sorted(joint, key=joint.__getitem__, reverse=True)[:8])
+        assert paths_of(tree) == set(sorted(joint, key=joint.__getitem__, reverse=True)[:8])
         assert tree.log_probs is not None
         for node in range(tree.size):
             path = tuple(tree.tokens[list(tree.path_to(node))[1:]].tolist())
@@ -174,7 +168,7 @@ def test_drafts_under_a_prefix_layer_are_those_of_the_whole_text() -> None:
     for each, text, row in zip(asked, texts, steps, strict=True):
         whole = [*each.prompt_ids, *text]
         batch = Batch.of([Example(tuple(whole[:1]), tuple(whole[1:]))])
-        frozen = HeadObjective(target, module, draft=HydraDraft).freeze(batch)
+        frozen = HeadObjective(target, module, LossOptions(), draft=HydraDraft).freeze(batch)
         read, at = module.prefix(target, frozen)[0], len(each.prompt_ids)
         for step in row:
             if step.tree.size > 1 and at + 4 <= len(whole):
@@ -183,39 +177,16 @@ def test_drafts_under_a_prefix_layer_are_those_of_the_whole_text() -> None:
                 assert own is not None
                 states = draft.states(read[None, at - 2])
                 (again,) = draft.build(states, [whole[at - 1]], [own.extend(whole[:at])])
-                assert paths(step.tree) == paths(again)
+                assert paths_of(step.tree) == paths_of(again)
                 compared += 1
             at += len(step.tokens)
     assert compared > 10
 
 
-def test_the_load_decides_how_much_is_drafted() -> None:
-    target = small()
-    asked = [request(n, n, 30) for n in range(3, 8)]
-    found, _ = decode(target, asked, drafter(target, HeadSettings("auto", nodes=9, k=4), prefix=True), rows=4)
-    assert found == decode(target, asked)[0]
-
-
-def test_trees_are_merged_with_those_of_others_and_rows_are_forgotten() -> None:
-    target = small()
-    mine = drafter(target, prefix=True)
-    both = CombinedDrafter([mine, PromptLookupDrafter(LookupSettings(tokens="3"))], nodes=10)
-    assert both.needs.prompt
-    asked = [request(n, n, 20) for n in range(3, 6)]
-    engine = Engine(target, both, rows=2, capacity=96)
-    rows = [engine.add(each) for each in asked[:2]]
-    engine.step()
-    assert len(rows) == engine.active == 2
-    while engine.active:
-        engine.step()
-    assert decode(target, asked, both, rows=2)[0] == decode(target, asked)[0]
-
-
 @pytest.mark.skipif(native.library() is None, reason="needs the native kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_heads_draft_as_the_unpacked_ones_do(dtype: torch.dtype) -> None:
-    config = replace(LLAMA, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64)
-    config = replace(config, rope=replace(LLAMA.rope, dim=32))
+    config = replace(WIDE, intermediate_size=64)
     plain, packed = (build_decoder(config, device="cpu", dtype=dtype) for _ in range(2))
     for decoder in (plain, packed):
         randomise(decoder, seed=1)
@@ -233,7 +204,7 @@ def test_packed_heads_draft_as_the_unpacked_ones_do(dtype: torch.dtype) -> None:
     (wanted, tree), (read, again) = found
     assert torch.allclose(read, wanted, atol=1e-4 if dtype == torch.float32 else 0.3)  # int4 products
     if dtype == torch.float32:
-        assert paths(tree) == paths(again)
+        assert paths_of(tree) == paths_of(again)
     asked = [request(n, n, 20) for n in range(3, 6)]
     made = PrefixDrafter("hydra", HydraDraft(packed, copied))
     assert decode(packed, asked, made, rows=2)[0] == decode(packed, asked)[0]
@@ -241,30 +212,19 @@ def test_packed_heads_draft_as_the_unpacked_ones_do(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("prefix", [pytest.param(False, marks=MORE), True])
 def test_training_reaches_what_replay_predicts(prefix: bool) -> None:
-    target = small()
-    asked = [request(4 + n, n, 14) for n in range(6)]
-    said, _ = decode(target, asked)
-    texts = [Example(tuple(each.prompt_ids), tuple(answer), "toy") for each, answer in zip(asked, said, strict=True)]
+    target, texts = small(), completions(small())
     torch.manual_seed(0)
     module = HydraModule(target.config, HydraConfig(3, prefix=prefix), None)
     objective = HeadObjective(target, module, LossOptions(soft=0.0), draft=HydraDraft, segment=6)
-    batch = Batch.of(texts)
-    assert len(list(objective.segments(batch))) == (1 if prefix else 3)
-    frozen, optimizer = objective.freeze(batch), torch.optim.AdamW(module.parameters(), lr=1e-2)
+    assert len(list(objective.segments(Batch.of(texts)))) == (1 if prefix else 3)
     before = objective.evaluate(texts)
-    for _ in range(40):
-        optimizer.zero_grad()
-        for segment in objective.segments(batch):
-            objective.loss(batch, frozen, segment).loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    train_on(texts, objective, module, steps=40, lr=1e-2)
     assert all(parameter.grad is not None for parameter in module.parameters())
     after = objective.evaluate(texts, nodes=(4,))
     assert set(after) == {"tree", "chain", "4 nodes", "top 1", "top 8", "at least", "by source"}
     assert after["tree"] > before["tree"] + 0.5
-    made = PrefixDrafter if prefix else HeadDrafter
-    found, steps = decode(target, asked, made("hydra", HydraDraft(target, module.requires_grad_(False))), rows=3)
-    assert found == said
-    assert sum(map(len, found)) / sum(map(len, steps)) == pytest.approx(after["tree"], abs=0.05)
+    made = (PrefixDrafter if prefix else HeadDrafter)("hydra", HydraDraft(target, module.requires_grad_(False)))
+    assert decoded_length(target, texts, made) == pytest.approx(after["tree"], abs=0.05)
 
 
 def test_fresh_heads_score_as_the_target_does() -> None:
@@ -289,12 +249,7 @@ def test_the_papers_parameter_counts() -> None:
     assert deeper == found + 4 * 3 * (h * h + h) + layer
 
 
-def test_settings_and_shapes_that_are_refused() -> None:
-    with pytest.raises(InputError, match="one of best, chain, product, auto, got 'sparse'"):
-        parse_spec("hydra:tree=sparse")
-    for wrong in ({"embeddings": "both"}, {"prefix": 1}, {"num_heads": 17}):
-        with pytest.raises(InputError, match="must be"):
-            HydraConfig(**wrong)  # type: ignore[arg-type]
+def test_a_drafter_needs_its_adapter_and_follows_its_shape() -> None:
     with pytest.raises(CapabilityError, match="'hydra' needs an adapter that was trained for this target"):
         make_drafter("hydra", small())
     assert isinstance(make_drafter("hydra:tree=auto", small(), heads(small(), prefix=True)), PrefixDrafter)
@@ -303,25 +258,16 @@ def test_settings_and_shapes_that_are_refused() -> None:
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 @pytest.mark.parametrize("recipe", ["small", pytest.param("plus-plus", marks=MORE), pytest.param("paper", marks=MORE)])
 def test_from_completions_to_heads_that_draft(recipe: str, toys: ToyFolders, tmp_path: Path) -> None:
-    target = load_target(str(toys.model), dtype="float32")
-    asked = [request(4 + n % 5, n, 20) for n in range(24)]
-    said, _ = decode(target.decoder, asked)
-    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     folder = tmp_path / "heads"
-    arguments = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--out", folder, "--recipe", recipe)
-    options = ("--num-heads", 3, "--epochs", 8, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.01)
+    options = ("--num-heads", 3, "--epochs", 8, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.01, "--no-timing")
     more = ("--prefix",) if recipe == "small" else ()
-    rest = ("--held-out", 4, "--no-timing", "--json")
-    result = CliRunner().invoke(app, ["hydra", *map(str, (*arguments, *options, *more, *rest))])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    record = json.loads(train_toy(toys, folder, "hydra", "--recipe", recipe, *options, *more).stdout)
     assert record["method"] == "hydra"
     assert record["config"]["prefix"] == (recipe != "paper")
     assert record["measured"]["predicted mean acceptance length"]["tree"] > 1.0
     text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     with anabranch.load(toys.model, adapter=folder, drafter="hydra:tree=8", dtype="float32") as model:
-        for options in (text, {"temperature": 0.8, "seed": 3, **text}):
-            wanted = model.generate("the other", drafter="none", **options)
+        for asked in (text, {"temperature": 0.8, "seed": 3, **text}):
+            wanted = model.generate("the other", drafter="none", **asked)
             for spec in ("hydra:tree=8", "hydra:tree=auto", "hydra+suffix"):
-                assert model.generate("the other", drafter=spec, **options).token_ids == wanted.token_ids
+                assert model.generate("the other", drafter=spec, **asked).token_ids == wanted.token_ids

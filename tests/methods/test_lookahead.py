@@ -15,8 +15,8 @@ from anabranch.decoding.stats import Stats
 from anabranch.drafting.acceptance import joint_log_probs
 from anabranch.drafting.combined import CombinedDrafter
 from anabranch.drafting.drafter import Drafter, Needs, Observation, altered
-from anabranch.errors import CapabilityError, InputError
-from anabranch.methods import Row, make_drafter, parse_spec
+from anabranch.errors import CapabilityError
+from anabranch.methods import Row, make_drafter
 from anabranch.methods.lookahead import FIRST, WEIGHT, LookaheadDrafter, LookaheadSettings, Pool, Window
 from anabranch.methods.prompt_lookup import PromptLookupDrafter
 from anabranch.methods.streams.draft import StreamSettings
@@ -267,21 +267,6 @@ def test_a_window_that_does_not_pay_is_left_out_and_its_nodes_are_part_of_the_co
         assert (planned[drafter].nodes > 1) == (budget > 1)
         (chosen,) = controller.choose([row], [drafter], [tree.truncate(budget)], planned)
         assert chosen.size == kept, "a node is dear beside a root alone and cheap beside a window"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("lookahead:window=0", "window must be at least 1, got 0"),
-        ("lookahead:ngram=2", "ngram must be at least 3"),
-        ("lookahead:guesses=0", "guesses must be at least 1, got 0"),
-        ("lookahead:prompt=maybe", "must be yes or no, got 'maybe'"),
-        ("lookahead:nodes=3", "settings are window, ngram, guesses, prompt"),
-    ],
-)
-def test_settings_that_cannot_be(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        parse_spec(text)
 
 
 def test_a_window_larger_than_the_cache_is_refused() -> None:

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import anabranch
-from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.target import run_frozen
@@ -25,8 +23,8 @@ from anabranch.methods.tuning import export_tuned, save_tuned, tuned_pass
 from anabranch.model.load import load_target
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
-from small import CASES, decode, joint_losses, prompt, randomise, request, small
-from toy_text import ToyFolders
+from small import CASES, completions, prompt, randomise, small, train_on
+from toy_text import ToyFolders, train_toy
 
 BATCH = Batch.of([Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tuple(prompt(4, 3)), tuple(prompt(7, 4)))])
 
@@ -55,16 +53,13 @@ def test_the_pass_that_is_trained_is_the_tuned_targets(case: str) -> None:
 
 
 def test_training_lowers_the_loss_of_both() -> None:
-    target = small()
-    asked = [request(4 + n, n, 14) for n in range(6)]
-    said, _ = decode(target, asked)
-    texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+    target, texts = small(), completions(small())
     torch.manual_seed(0)
     module = MedusaModule(target.config, MedusaConfig(3, lora_rank=4), None)
-    objective, batch = medusa_objective(target, module, MedusaLoss()), Batch.of(texts)
-    assert len(list(objective.segments(batch))) == 1
-    before, frozen = objective.evaluate(texts), objective.freeze(batch)
-    losses = joint_losses(objective, module, batch, frozen, steps=30, lr=1e-2)
+    objective = medusa_objective(target, module, MedusaLoss())
+    assert len(list(objective.segments(Batch.of(texts)))) == 1
+    before = objective.evaluate(texts)
+    losses = train_on(texts, objective, module, steps=30, lr=1e-2)
     assert losses[-1] < 0.8 * losses[0]
     assert objective.evaluate(texts)["tree"] > before["tree"] + 0.3
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -108,8 +103,6 @@ def test_what_cannot_be_tuned() -> None:
     quantize_decoder(narrow, "int8")
     with pytest.raises(CapabilityError, match="a quantised target cannot be tuned"):
         objective(narrow)
-    with pytest.raises(InputError, match="lora_rank must be a whole number from 0 to 1024, got -1"):
-        MedusaConfig(lora_rank=-1)
     with pytest.raises(InputError, match="heads must be greater than 0, got 0"):
         MedusaLoss(heads=0)
 
@@ -138,26 +131,16 @@ def test_the_default_model_is_tuned_from_its_gguf_file(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_tuned_target_with_its_heads(toys: ToyFolders, tmp_path: Path) -> None:
-    target = load_target(str(toys.model), dtype="float32")
-    asked = [request(4 + n % 5, n, 20) for n in range(16)]
-    said, _ = decode(target.decoder, asked)
-    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    shared = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--num-heads", 2, "--batch-tokens", 200)
-    rest = ("--warmup", 2, "--held-out", 4, "--lr", 0.01, "--json")
+    shared = ("--num-heads", 2, "--batch-tokens", 200, "--warmup", 2, "--lr", 0.01)
     first, folder = tmp_path / "first", tmp_path / "joint"
-    for arguments in (
-        ("medusa", "--out", first, "--recipe", "small", "--epochs", 2, "--no-timing"),
-        ("medusa2", "--out", folder, "--init", first, "--epochs", 3, "--lora-rank", 4),
-    ):
-        result = CliRunner().invoke(app, list(map(str, (*arguments, *shared, *rest))))
-        assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    train_toy(toys, first, "medusa", *shared, "--recipe", "small", "--epochs", 2, "--no-timing", count=16)
+    rest = ("--init", first, "--epochs", 3, "--lora-rank", 4)
+    record = json.loads(train_toy(toys, folder, "medusa2", *shared, *rest, count=16).stdout)
     assert record["config"]["lora_rank"] == 0
     assert record["run"]["command"].endswith(f"--model {folder / 'model'} --adapter {folder}")
     text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     with anabranch.load(folder / "model", adapter=folder, drafter="medusa2", dtype="float32") as model:
-        assert model.target.fingerprint == record["target"]["fingerprint"] != target.fingerprint
+        assert model.target.fingerprint == record["target"]["fingerprint"] != load_target(str(toys.model)).fingerprint
         wanted = model.generate("the other", drafter="none", **text)
         for drafter in ("medusa2", "medusa:tree=4"):  # either reads the adapters of both
             assert model.generate("the other", drafter=drafter, **text).token_ids == wanted.token_ids

@@ -185,21 +185,6 @@ def test_rejection_needs_a_sampled_chain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tree=0", "nodes must be at least 2 .* got 0"),
-        ("nodes=1", "nodes must be at least 2 .* got 1"),
-        ("tree=wide", "tree must be a number of nodes or one of best, auto, chain, got 'wide'"),
-        ("order=4", "order must be 1, 2 or 3, got 4"),
-    ],
-)
-def test_settings_out_of_range(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        NGramSettings.parse(text, "ngram")
-    assert str(NGramSettings.parse("tree=8,order=2", "ngram")) == "nodes=8,order=2"
-
-
-@pytest.mark.parametrize(
     ("texts", "options", "words"),
     [
         ([[]], {}, "there are no tokens to count"),

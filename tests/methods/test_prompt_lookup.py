@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from anabranch.drafting.drafter import Row
 from anabranch.drafting.matches import PRIOR
-from anabranch.errors import InputError
-from anabranch.methods import parse_spec
 from anabranch.methods.prompt_lookup import WEIGHT, Index, LookupSettings, PromptLookupDrafter
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
@@ -112,8 +110,3 @@ def test_shorter_matches_follow_longer_ones() -> None:
     tree = draft([7, 2, 5, 1, 2, 6, 1, 2], 8, PromptLookupDrafter(LookupSettings(tokens="2", matches=2)))
     assert set(tree.tokens.tolist()[1:]) <= {6, 1, 5}
     assert tree.tokens.tolist()[1] == 6
-
-
-def test_no_matches_cannot_be_asked_for() -> None:
-    with pytest.raises(InputError, match="matches must be at least 1, got 0"):
-        parse_spec("prompt_lookup:matches=0")

@@ -135,22 +135,6 @@ def test_shorter_matches_use_what_a_rare_long_one_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tree=0", "nodes must be at least 2 .* got 0"),
-        ("ngram=0", "ngram must be from 1 to 16, got 0"),
-        ("ngram=17", "ngram must be from 1 to 16, got 17"),
-        ("depth=0", "depth must be at least 1, got 0"),
-        ("matches=0", "matches must be at least 1, got 0"),
-        ("tree=chain", "tree must be a number of nodes or one of best, auto, got 'chain'"),
-    ],
-)
-def test_settings_out_of_range(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        RestSettings.parse(text, "rest")
-
-
-@pytest.mark.parametrize(
     ("texts", "options", "words"),
     [
         ([[]], {}, "there are no tokens to store"),

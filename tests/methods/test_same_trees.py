@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ from anabranch.methods.ngram.entry import NGramDrafter, NGramModel, NGramSetting
 from anabranch.methods.rest.entry import Datastore, RestDrafter, RestSettings
 from anabranch.methods.space.module import MaskConfig, MaskModule
 from anabranch.methods.streams.recipes import StreamConfig
-from anabranch.model.config import RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import LLAMA, RICH, decode, prompt, randomise, small, small_adapter
+from small import RICH, WIDE, decode, prompt, randomise, small, small_adapter
 from toy_tables import opened, write
 
 FIXTURE = Path(__file__).with_name("same_trees.json")
@@ -43,7 +42,7 @@ WORDS = torch.tensor([0, 3, 4, 5, 8, 11, 12, 13, 17])
 TEXT = [3, 4, 5, 6, 3, 4, 7, 8, 3, 4, 5, 9, 3, 4]
 NEW, KEPT = 9, 3  # tokens of an answer, and steps of it whose trees are compared
 PARENT = StreamConfig(num_streams=4, num_stream_layers=2, conditioning="parent", conditioning_rank=5)
-WIDE = StreamConfig(**{**RICH.to_dict(), "conditioning_rank": 32, "adapter_rank": 32, "pruning_rank": 0})
+WIDE_STREAMS = StreamConfig(**{**RICH.to_dict(), "conditioning_rank": 32, "adapter_rank": 32, "pruning_rank": 0})
 BUDGETS = (None, 6)  # nodes that a draft is asked for at most; None: those of its settings
 
 
@@ -64,8 +63,7 @@ REJECTED = Requested(SamplingParams(temperature=0.9, seed=5), "rejection")
 @cache
 def packed() -> Decoder:
     """A target in float32 on the native kernels."""
-    shape = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate_size": 96}
-    target = build_decoder(replace(LLAMA, **shape, rope=RopeConfig(dim=32, max_positions=96)), device="cpu")
+    target = build_decoder(WIDE, device="cpu")
     randomise(target, seed=1)
     assert pack_decoder(target)
     return target
@@ -76,9 +74,10 @@ def random_module(module: Any, scale: float = 0.1) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def heads(kind: type[Any], config: Any, target: Decoder) -> Any:
+def heads(kind: type[Any], config: Any, target: Decoder, vocabulary: torch.Tensor | None = WORDS) -> Any:
+    """Heads with random weights around those that pass the target's state on."""
     torch.manual_seed(0)
-    module = kind(target.config, config, WORDS)
+    module = kind(target.config, config, vocabulary)
     start_from_target(target, module)
     noise = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -104,7 +103,7 @@ MODULES: dict[str, Callable[[Decoder], Any]] = {
     "none": lambda target: None,
     "rich": lambda target: small_adapter(target, RICH),
     "parent": lambda target: small_adapter(target, PARENT, WORDS),
-    "wide": lambda target: small_adapter(target, WIDE),
+    "wide": lambda target: small_adapter(target, WIDE_STREAMS),
     "masks": masks,
     "medusa": lambda target: heads(MedusaModule, MedusaConfig(num_heads=3), target),
     "medusa own": lambda target: heads(MedusaModule, MedusaConfig(num_heads=3, head="own"), target),

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import anabranch
-from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.methods.space.entry import mask_objective
@@ -29,8 +27,8 @@ from anabranch.methods.terms import LayerTuning
 from anabranch.methods.tuning import TunedObjective
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
-from small import decode, joint_losses, prompt, randomise, request, small
-from toy_text import ToyFolders
+from small import completions, prompt, randomise, small, train_on
+from toy_text import ToyFolders, train_toy
 
 TEXTS = [Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tuple(prompt(4, 3)), tuple(prompt(9, 4)))]
 
@@ -99,16 +97,13 @@ def test_the_loss_is_that_of_the_target_and_of_the_masks() -> None:
 
 
 def test_training_lowers_the_loss_of_both_and_raises_acceptance() -> None:
-    target = small()
-    asked = [request(4 + n, n, 14) for n in range(6)]
-    said, _ = decode(target, asked)
-    texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+    target, texts = small(), completions(small())
     torch.manual_seed(0)
     module = MaskModule(target.config, MaskConfig(2, lora_rank=4))
     start_from_target(target, module)
-    objective, batch = mask_objective(target, module, MaskLossOptions(stride=1)), Batch.of(texts)
-    before, frozen = objective.evaluate(texts), objective.freeze(batch)
-    losses = joint_losses(objective, module, batch, frozen, steps=40, lr=5e-3)
+    objective = mask_objective(target, module, MaskLossOptions(stride=1))
+    before = objective.evaluate(texts)
+    losses = train_on(texts, objective, module, steps=40, lr=5e-3)
     assert losses[-1] < 0.8 * losses[0]
     assert objective.evaluate(texts)["tree"] > before["tree"] + 0.3
 
@@ -137,21 +132,14 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_tuned_target_with_its_masks(toys: ToyFolders, tmp_path: Path) -> None:
-    target = load_target(str(toys.model), dtype="float32")
-    asked = [request(4 + n % 5, n, 20) for n in range(16)]
-    said, _ = decode(target.decoder, asked)
-    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     folder = tmp_path / "joint"
-    options = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--out", folder, "--recipe", "sar-sft")
-    options += ("--num-masks", 2, "--lora-rank", 4, "--batch-tokens", 200, "--warmup", 2, "--held-out", 4)
-    result = CliRunner().invoke(app, ["space", *map(str, options), "--epochs", "3", "--lr", "0.01", "--json"])
-    assert result.exit_code == 0, result.output
+    options = ("--recipe", "sar-sft", "--num-masks", 2, "--lora-rank", 4, "--batch-tokens", 200, "--warmup", 2)
+    result = train_toy(toys, folder, "space", *options, "--epochs", 3, "--lr", 0.01, count=16)
     record = json.loads(result.stdout)
     assert record["config"] == {"num_masks": 2, "lora_rank": 0}
     text: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
     with anabranch.load(folder / "model", adapter=folder, drafter="space", dtype="float32") as model:
-        assert model.target.fingerprint == record["target"]["fingerprint"] != target.fingerprint
+        assert model.target.fingerprint == record["target"]["fingerprint"] != load_target(str(toys.model)).fingerprint
         wanted = model.generate("the other", drafter="none", **text)
         assert model.generate("the other", **text).token_ids == wanted.token_ids
     with pytest.raises(AdapterError, match="was trained for model"):

@@ -6,16 +6,14 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from anabranch.adapters.folder import WEIGHTS, TargetIdentity, load_adapter, save_adapter
-from anabranch.drafting.drafter import Observation, Row
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
-from anabranch.methods import make_drafter, parse_spec
+from anabranch.methods import make_drafter
 from anabranch.methods.space.entry import METHOD, TRAINED, SpaceSettings
 from anabranch.methods.space.module import (
     MaskConfig,
@@ -25,8 +23,6 @@ from anabranch.methods.space.module import (
     begin_with,
     start_from_target,
 )
-from anabranch.methods.streams.draft import StreamSettings
-from anabranch.methods.streams.drafter import StreamDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
@@ -35,9 +31,21 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
-from anabranch.tree import DraftTree
-from anabranch.verify import Verdict
-from small import CASES, LLAMA, as_target, decode, prompt, randomise, request, small, small_adapter
+from small import (
+    CASES,
+    WIDE,
+    as_target,
+    completions,
+    decode,
+    decoded_length,
+    prompt,
+    randomise,
+    request,
+    small,
+    small_adapter,
+    train_on,
+)
+from toy_passes import LENGTHS, PATHS, drafted_states, ragged_trees
 
 MASKS = 3
 
@@ -47,28 +55,6 @@ def masks(target: Decoder, count: int = MASKS) -> MaskModule:
     randomise(module, seed=5)
     module.scale.fill_(0.7)
     return module.to(target.dtype).eval().requires_grad_(False)
-
-
-def states(target: Decoder, module: MaskModule, placement: str) -> list[torch.Tensor]:
-    """The masks' states [S, D] behind the accepted node of three ragged trees."""
-    drafter = StreamDrafter(target, module, StreamSettings(placement=placement))  # type: ignore[arg-type]
-    cache = Cache(target.config, rows=3, capacity=40, dtype=target.dtype, device=target.device)
-    for slot, length in enumerate((9, 4, 12)):
-        cache.add_row()
-        target(Inputs.of_prompt(prompt(length, seed=slot)), cache, slots=slice(slot, slot + 1), need="hidden")
-        cache.commit([range(length)])
-    parents = ([-1, 0, 0, 1, 1, 3], [-1], [-1, 0, 0, 2])
-    trees = [DraftTree(np.array(prompt(len(p), seed=40), np.int64), np.array(p, np.int64)) for p in parents]
-    output = target(Inputs.of_trees(trees), cache, rider=drafter.needs.rider, taps=drafter.needs.layers)
-    paths = ((0, 1, 3), (0,), (0, 2))
-    cache.commit(paths)
-    rows = [Row([7], 1, SamplingParams()) for _ in paths]
-    for row in rows:
-        drafter.join(row)
-    verdicts = [Verdict(path, 0) for path in paths]
-    seen = Observation(output, cache, range(3), trees, verdicts, [True] * 3, drafter.max_nodes)
-    drafter.observe(rows, seen)
-    return [drafter._state(row).states_SD for row in rows]  # type: ignore[misc]
 
 
 def as_tokens(target: Decoder, module: MaskModule, text: list[int]) -> torch.Tensor:
@@ -89,13 +75,11 @@ def as_tokens(target: Decoder, module: MaskModule, text: list[int]) -> torch.Ten
 def test_masks_are_tokens_behind_the_accepted_node(case: str) -> None:
     target = small(case)
     module = masks(target)
-    nodes = prompt(6, seed=40), prompt(1, seed=40), prompt(4, seed=40)
     texts = [
-        [*prompt(9, seed=0), nodes[0][0], nodes[0][1], nodes[0][3]],
-        [*prompt(4, seed=1), nodes[1][0]],
-        [*prompt(12, seed=2), nodes[2][0], nodes[2][2]],
+        [*prompt(length, seed=slot), *(int(tree.tokens[node]) for node in path)]
+        for slot, (length, tree, path) in enumerate(zip(LENGTHS, ragged_trees(), PATHS, strict=True))
     ]
-    ridden, trailed = states(target, module, "ride"), states(target, module, "trail")
+    ridden, trailed = drafted_states(target, module, "ride"), drafted_states(target, module, "trail")
     for text, mine, other in zip(texts, ridden, trailed, strict=True):
         torch.testing.assert_close(mine, other, atol=3e-5, rtol=1e-4)
         if target.config.sliding_window is None:  # masks see their node's window, a token would see its own
@@ -129,20 +113,16 @@ def test_rejection_samples_from_the_masks(tree: str) -> None:
 def test_the_native_kernels_decode_the_same(dtype: torch.dtype) -> None:
     if native.library() is None:
         pytest.skip(f"the native kernels are not available: {native.why_not()}")
-    config = replace(
-        LLAMA, vocab_size=64, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=96
-    )
-    config = replace(config, rope=replace(LLAMA.rope, dim=32))
-    target = build_decoder(config, device="cpu")
+    target = build_decoder(replace(WIDE, vocab_size=64), device="cpu")
     randomise(target, seed=1)
     module = masks(target)
-    reference = [states(target, module, "trail"), decode(target, [request(5, 1, 20)])[0]]
+    reference = [drafted_states(target, module, "trail"), decode(target, [request(5, 1, 20)])[0]]
     target = target.to(dtype)
     module = masks(target)
     assert pack_decoder(target)
     assert target.backend.kernels is not None
     if dtype == torch.float32:
-        for mine, other in zip(states(target, module, "trail"), reference[0], strict=True):
+        for mine, other in zip(drafted_states(target, module, "trail"), reference[0], strict=True):
             torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-3)
         assert decode(target, [request(5, 1, 20)])[0] == reference[1]
     asked = [request(3 + n, n, 10 + n) for n in range(4)]
@@ -177,34 +157,19 @@ def test_parameters(width: int, count: int) -> None:
 
 
 def test_training_lowers_the_loss_of_the_masks_alone() -> None:
-    target = small()
-    asked = [request(4 + n, n, 12) for n in range(5)]
-    said, _ = decode(target, asked)
-    texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+    target, texts = small(), completions(small(), 5, new=12)
     torch.manual_seed(0)
     module = MaskModule(target.config, MaskConfig(2))
     start_from_target(target, module)
     recipe = TRAINED.training.recipe(given={"num_masks": 2, "stride": 1})
     learner = TRAINED.learn(target, module, recipe, frozen=target)
     assert (learner.predictor, learner.predictors) == ("mask", 2)
-    batch = Batch.of(texts)
-    frozen = learner.freeze(batch)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=5e-2)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        for segment in learner.segments(batch):
-            scores = learner.loss(batch, frozen, segment)
-            scores.loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(scores.loss.item())
-        optimizer.step()
+    losses = train_on(texts, learner, module, steps=40, lr=5e-2)
     assert losses[-1] < 0.9 * losses[0]
     after = learner.evaluate(texts, nodes=(4,))
     drafter = make_drafter("space:nodes=4", target, module.eval().requires_grad_(False))
-    found, steps = decode(target, asked, drafter, rows=3)
-    assert found == said
     # the replay predicts what decoding reaches
-    assert sum(map(len, found)) / sum(map(len, steps)) == pytest.approx(after["4 nodes"], abs=0.15)
+    assert decoded_length(target, texts, drafter) == pytest.approx(after["4 nodes"], abs=0.15)
 
 
 def test_masks_are_trained_behind_every_nth_position() -> None:
@@ -243,26 +208,11 @@ def test_a_folder_gives_back_the_masks(tmp_path: Path) -> None:
         load_adapter(tmp_path, target)
 
 
-def test_bad_input() -> None:
-    for wrong in (0, 257, 1.5, True):
-        with pytest.raises(InputError, match="num_masks must be a whole number"):
-            MaskConfig(wrong)  # type: ignore[arg-type]
-    with pytest.raises(AdapterError, match="unknown field 'prompts'"):
-        MaskConfig.from_dict({"num_masks": 2, "prompts": 1})
-    with pytest.raises(AdapterError, match="malformed: num_masks"):
-        MaskConfig.from_dict({"num_masks": "2"})
-    for text, message in (
-        ("space:tree=1", "nodes must be at least 2"),
-        ("space:prune=8", "no setting 'prune=8'"),
-        ("space:k=0", "k must be at least 1"),
-    ):
-        with pytest.raises(InputError, match=message):
-            parse_spec(text)
+def test_settings_that_do_not_fit() -> None:
     with pytest.raises(InputError, match="placement must be"):
         make_drafter("space:placement=beside", small(), masks(small()))
     with pytest.raises(InputError, match="only 3 streams"):
         make_drafter("space:depth=4", small(), masks(small()))
-    assert str(parse_spec("space:tree=8,placement=ride")) == "space:nodes=8,placement=ride"
     assert SpaceSettings.under_load().adaptive
 
 

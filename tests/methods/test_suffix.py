@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.drafting.matches import PRIOR
-from anabranch.errors import InputError
-from anabranch.methods import Row, make_drafter, parse_spec
+from anabranch.methods import Row, make_drafter
 from anabranch.methods.suffix import (
     CONTEXT,
     OVERHEAD,
@@ -240,26 +239,6 @@ def test_what_was_decoded_once_is_decoded_in_few_passes() -> None:
     again, steps = decode(target, asked, drafter, rows=2)
     assert first == again == wanted
     assert sum(map(len, steps)) < sum(map(len, plain)) / 3
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("suffix:nodes=1", "nodes must be a whole number of at least 2, or auto, got '1'"),
-        ("suffix:nodes=0", "of at least 2, or auto, got '0'"),
-        ("suffix:nodes=many", "or auto, got 'many'"),
-        ("suffix:depth=0", "depth must be at least 1, got 0"),
-        ("suffix:threshold=1", "less than 1, got 1.0"),
-        ("suffix:threshold=-0.1", "at least 0"),
-        ("suffix:store=1", "store must be 64 to .* or 0 to keep no outputs, got 1"),
-        ("suffix:store=-5", "got -5"),
-        ("suffix:store=99999999999", "got 99999999999"),
-        ("suffix:memory=1", "settings are nodes, depth, threshold, store"),
-    ],
-)
-def test_settings_that_cannot_be(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        parse_spec(text)
 
 
 def test_settings_make_the_drafter() -> None:

@@ -28,7 +28,7 @@ from anabranch.methods.streams.recipes import TRAINING, StreamConfig
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
-from small import RICH, joint_losses, logits_of, prompt, small, small_adapter
+from small import RICH, logits_of, prompt, small, small_adapter, train_on
 from toy_text import ToyFolders
 from verbs import Anabranch
 
@@ -239,8 +239,7 @@ def test_value_rotation_can_be_trained() -> None:
     adapter = StreamAdapter(target.config, recipe.config)
     assert adapter.embeddings is None
     objective = StreamObjective(target, adapter, recipe.loss)
-    batch = Batch.of(EXAMPLES)
-    losses = joint_losses(objective, adapter, batch, objective.freeze(batch), steps=12, lr=0.05)
+    losses = train_on(EXAMPLES, objective, adapter, steps=12, lr=0.05)
     assert losses[-1] < 0.8 * losses[0]
 
 

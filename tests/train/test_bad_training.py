@@ -23,7 +23,7 @@ from anabranch.train import checkpoint as checkpoint_module
 from anabranch.train.data import read_examples
 from anabranch.train.job import train_adapter, trainable
 from anabranch.train.trainer import Trainer
-from small import CASES, VOCABULARY, as_target, prompt, small, small_adapter
+from small import CASES, VOCABULARY, as_target, prompt, small, small_adapter, write_answers
 
 pytestmark = pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 TARGET = as_target(small(), name="default")
@@ -90,9 +90,7 @@ def call(*arguments: object) -> Result:
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
     """The options of a run in ``tmp_path / "run"`` that was stopped after a step."""
     monkeypatch.setattr(load, "load_target", lambda *_, **__: TARGET)
-    lines = [{"id": n, "prompt_ids": prompt(4, n), "answer_ids": prompt(9, 50 + n)} for n in range(24)]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path = write_answers(tmp_path / "a.jsonl")
     options = ("--answers", path, "--out", tmp_path / "run", "--recipe", "small", "--held-out", 2, "--no-timing")
     stopped = Trainer._report
 

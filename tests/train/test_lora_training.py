@@ -22,7 +22,7 @@ from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
 from anabranch.train.lora import LoraLayers, fresh_lora, train_lora
 from anabranch.train.trainer import Progress
-from small import CASES, LLAMA, drawn_lora, joint_losses, merged_copy, prompt, small
+from small import CASES, LLAMA, drawn_lora, merged_copy, prompt, small, train_on
 from toy_text import ToyFolders
 from verbs import Anabranch
 
@@ -56,7 +56,7 @@ def test_training_lowers_the_loss_and_the_target_stays() -> None:
     objective = TunedObjective(target, module.layers)
     before = objective.evaluate(EXAMPLES)[QUALITY]
     assert before == objective.untuned(EXAMPLES)
-    losses = joint_losses(objective, module, Batch.of(EXAMPLES), None, steps=25, lr=1e-2)
+    losses = train_on(EXAMPLES, objective, module, steps=25, lr=1e-2)
     assert losses[0] == pytest.approx(before["loss"] * objective.predictions(Batch.of(EXAMPLES)), rel=1e-3)
     after = objective.evaluate(EXAMPLES)[QUALITY]
     assert after["loss"] < before["loss"] - 0.7

@@ -29,7 +29,7 @@ from anabranch.methods.streams.objective import StreamObjective
 from anabranch.train import processes as processes_module
 from anabranch.train.processes import Processes, joined, launched
 from anabranch.train.trainer import Progress, Trainer
-from small import prompt, small, small_adapter
+from small import prompt, small, small_adapter, write_answers
 from toy_text import ToyFolders
 
 pytestmark = pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
@@ -200,9 +200,7 @@ def losses(folder: Path) -> dict[int, float]:
 @pytest.fixture
 def arguments(toys: ToyFolders, tmp_path: Path) -> Callable[..., list[str]]:
     """The command line of a training that writes to a folder."""
-    data = tmp_path / "a.jsonl"
-    rows = [{"id": n, "prompt_ids": prompt(4, n), "answer_ids": prompt(9, 50 + n)} for n in range(24)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = write_answers(tmp_path / "a.jsonl")
 
     def made(folder: Path, epochs: int) -> list[str]:
         words = ("train", "streams", "--model", toys.model, "--answers", data, "--out", folder, "--recipe", "small")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from anabranch.cli import app, main
 from anabranch.support.interrupt import Terminated, shielded, sigterm_raises
-from small import prompt
+from small import write_answers
 from toy_text import ToyFolders
 
 pytestmark = [
@@ -53,10 +53,7 @@ def has_lines(path: Path, count: int) -> bool:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    path = tmp_path / "a.jsonl"
-    lines = [{"id": n, "prompt_ids": prompt(4, n), "answer_ids": prompt(9, 50 + n)} for n in range(24)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
+    return write_answers(tmp_path / "a.jsonl")
 
 
 @pytest.mark.thorough

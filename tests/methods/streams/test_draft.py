@@ -13,8 +13,7 @@ from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.methods.streams.draft import StreamDraft, StreamSettings
 from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.sampling import SamplingParams, generator, inverse_cdf, position_keys, target_probs, target_tokens
-from anabranch.tree import DraftTree
-from small import RICH, VOCABULARY, small, small_adapter
+from small import RICH, VOCABULARY, paths_of, small, small_adapter
 
 PLAIN = StreamConfig(num_streams=3, num_stream_layers=2, pruning_rank=2)
 PARENT = StreamConfig(num_streams=3, num_stream_layers=2, conditioning="parent", conditioning_rank=5)
@@ -61,10 +60,6 @@ def brute_force(draft: StreamDraft, states_SD: Tensor, ids: list[int], nodes: in
     return set(sorted(joint, key=joint.__getitem__, reverse=True)[:nodes])
 
 
-def paths(tree: DraftTree) -> set[tuple[int, ...]]:
-    return {tuple(int(tree.tokens[i]) for i in tree.path_to(node)[1:]) for node in range(tree.size)}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["llama", "gemma2", "phi"])
 def test_best_first_is_brute_force_under_a_budget(kind: str, case: str) -> None:
@@ -75,7 +70,7 @@ def test_best_first_is_brute_force_under_a_budget(kind: str, case: str) -> None:
     rows = states(2)
     for b, tree in enumerate(draft.build(rows, [ROOT, ROOT])):
         assert tree.size == 14
-        assert paths(tree) == brute_force(draft, rows[b], ids, 14)
+        assert paths_of(tree) == brute_force(draft, rows[b], ids, 14)
         assert tree.log_probs is not None
         assert tree.sources[1:] == tuple(f"stream {d}" for d in tree.depths[1:])
         for node in range(1, tree.size):
@@ -90,7 +85,7 @@ def test_a_narrow_frontier_only_forgets() -> None:
     draft = StreamDraft(target, small_adapter(target), StreamSettings(nodes=20, k=5, frontier=2))
     (tree,) = draft.build(states(), [ROOT])
     assert tree.size == 20
-    assert len(paths(tree)) == 20
+    assert len(paths_of(tree)) == 20
     expanded = [len({int(tree.parents[n]) for n in range(1, tree.size) if tree.depths[n] == d}) for d in (2, 3)]
     assert max(expanded) <= 2
 
@@ -160,7 +155,7 @@ def test_a_rows_own_tokens_join_its_vocabulary(case: str) -> None:
     trees = draft.build(states(3), [ROOT] * 3, rows)
     for b, tree in enumerate(trees):
         # the padding of the shorter rows is never drafted, under a soft cap neither
-        assert paths(tree) == brute_force(draft, states(3)[b], texts[b], 14)
+        assert paths_of(tree) == brute_force(draft, states(3)[b], texts[b], 14)
     later = rows[1].extend([5, 9, 17])
     assert later.ids.tolist() == [9, 17]
 
@@ -209,4 +204,4 @@ def test_a_threshold_leaves_out_what_is_unlikely(kind: str) -> None:
     assert whole.log_probs is not None
     kept = [node for node in range(whole.size) if whole.log_probs[node] >= np.log(0.05)]
     assert 1 < len(kept) < whole.size
-    assert paths(likely) == paths(whole.select(kept))
+    assert paths_of(likely) == paths_of(whole.select(kept))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,17 +14,15 @@ from anabranch.methods.streams.adapter import StreamAdapter, StreamModule
 from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.backends import TorchBackend
-from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
-from anabranch.model.inputs import Inputs
 from anabranch.model.pack import pack_decoder
-from anabranch.model.passes import PassResult, Rider
+from anabranch.model.passes import PassResult
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
 from anabranch.native import library as native
-from anabranch.tree import DraftTree
 from small import CASES, RICH, as_target, prompt, randomise, small_adapter
+from toy_passes import LENGTHS, ragged_trees, run_ragged
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no native kernels here: {native.why_not()}")
 
@@ -38,9 +35,7 @@ CONFIGS = {
     "own": replace(RICH, root_width=0, **OWN),  # type: ignore[arg-type]
     "own, rotation": replace(PAPER, position="rotation", rotation_step=0.1, **OWN),  # type: ignore[arg-type]
 }
-LENGTHS = (9, 4, 12)
 QUICK = [("llama", "rich"), ("gemma2", "own"), ("gpt2", "paper"), ("phi", "rich"), ("mistral", "rotation")]
-PARENTS = ([-1, 0, 0, 1, 1, 3], [-1], [-1, 0, 0, 2])
 
 
 def sized(case: str) -> ModelConfig:
@@ -69,23 +64,6 @@ def made(
     assert pack_decoder(decoder)
     assert decoder.backend.kernels is not None
     return decoder, adapter.to(dtype)
-
-
-def trees() -> list[DraftTree]:
-    """Ragged: 6, 1 and 4 nodes."""
-    rows = [np.array(prompt(len(p), seed=40 + len(p)), np.int64) for p in PARENTS]
-    return [DraftTree(row, np.array(p, np.int64)) for row, p in zip(rows, PARENTS, strict=True)]
-
-
-@torch.no_grad()
-def run(target: Decoder, rider: Rider | None, taps: tuple[int, ...] = ()) -> tuple[PassResult, Cache]:
-    """A pass over the trees, after prompts."""
-    cache = Cache(target.config, rows=3, capacity=64, dtype=target.dtype, device=target.device)
-    for slot, length in enumerate(LENGTHS):
-        cache.add_row()
-        target(Inputs.of_prompt(prompt(length, seed=slot)), cache, slots=slice(slot, slot + 1), need="hidden")
-        cache.commit([range(length)])
-    return target(Inputs.of_trees(trees()), cache, rider=rider, taps=taps), cache
 
 
 def in_torch(target: Decoder) -> Decoder:
@@ -125,12 +103,12 @@ def test_one_call_computes_what_pytorch_does(case: str, name: str) -> None:
     plain = in_torch(target)
     taps = adapter.start, adapter.start + 1
     for keep, threshold, ride in ((0, 0.0, True), (3, 0.0, True), (3, 0.0, False), (0, 0.04, True), (2, 0.02, True)):
-        mine, cache = run(target, StreamRider(target, adapter, ride=ride, prune=keep, threshold=threshold), taps)
-        theirs, other = run(plain, StreamRider(plain, adapter, ride=ride, prune=keep, threshold=threshold), taps)
+        mine, cache = run_ragged(target, StreamRider(target, adapter, ride=ride, prune=keep, threshold=threshold), taps)
+        theirs, other = run_ragged(plain, StreamRider(plain, adapter, ride=ride, prune=keep, threshold=threshold), taps)
         same(mine, theirs)
         paths = [(0, 1, 4), (0,), (0, 2, 3)]
         if mine.kept is not None:
-            trees_left = [tree.select(nodes) for tree, nodes in zip(trees(), mine.kept, strict=True)]
+            trees_left = [tree.select(nodes) for tree, nodes in zip(ragged_trees(), mine.kept, strict=True)]
             paths = [tree.path_to(tree.size - 1) for tree in trees_left]
         for each in (cache, other):
             each.commit(paths)
@@ -144,24 +122,23 @@ def test_masks_ride_through_all_layers() -> None:
     for case in ("llama", "gpt2"):
         target, module = made(case, MaskConfig(3))
         plain = in_torch(target)
-        same(
-            run(target, StreamRider(target, module, ride=True))[0], run(plain, StreamRider(plain, module, ride=True))[0]
-        )
+        mine, theirs = (run_ragged(each, StreamRider(each, module, ride=True))[0] for each in (target, plain))
+        same(mine, theirs)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("name", ["paper", "rich", "rotation"])
 def test_main_rows_are_those_of_a_pass_without_streams_to_the_bit(name: str, quantize: str) -> None:
     target, adapter = made("llama", CONFIGS[name], torch.bfloat16, quantize)
-    plain, bare = run(target, None, (1,))
-    ridden, cache = run(target, StreamRider(target, adapter, ride=True), (1,))
+    plain, bare = run_ragged(target, None, (1,))
+    ridden, cache = run_ragged(target, StreamRider(target, adapter, ride=True), (1,))
     assert torch.equal(ridden.hidden_MD, plain.hidden_MD)
     assert torch.equal(ridden.taps[1], plain.taps[1])
-    for b, (length, tree) in enumerate(zip(LENGTHS, trees(), strict=True)):
+    for b, (length, tree) in enumerate(zip(LENGTHS, ragged_trees(), strict=True)):
         end = length + tree.size
         assert torch.equal(cache.keys[:, b, :, :end], bare.keys[:, b, :, :end])
         assert torch.equal(cache.values[:, b, :, :end], bare.values[:, b, :, :end])
-    pruned, _ = run(target, StreamRider(target, adapter, ride=True, prune=3))
+    pruned, _ = run_ragged(target, StreamRider(target, adapter, ride=True, prune=3))
     assert pruned.kept is not None
     for b, kept in enumerate(pruned.kept):
         assert torch.equal(pruned.hidden_MD[pruned.nodes(b)], plain.hidden_MD[plain.nodes(b)][torch.from_numpy(kept)])
@@ -172,8 +149,8 @@ def test_streams_of_quantised_targets_are_near(quantize: str) -> None:
     """PyTorch multiplies the terms by rows in bf16, the kernels by rows in int8 where the weights are quantised."""
     target, adapter = made("llama", RICH, torch.bfloat16, quantize)
     plain = in_torch(target)
-    mine, _ = run(target, StreamRider(target, adapter, ride=True))
-    theirs, _ = run(plain, StreamRider(plain, adapter, ride=True))
+    mine, _ = run_ragged(target, StreamRider(target, adapter, ride=True))
+    theirs, _ = run_ragged(plain, StreamRider(plain, adapter, ride=True))
     assert mine.riding_MSD is not None
     assert theirs.riding_MSD is not None
     for b in range(3):

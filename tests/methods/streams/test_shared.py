@@ -46,6 +46,7 @@ from small import (
     CASES,
     RICH,
     SOME_CASES,
+    WIDE,
     as_target,
     decode,
     logits_of,
@@ -295,9 +296,7 @@ def packed(
     config: StreamConfig, dtype: torch.dtype = torch.bfloat16, quantize: str = "none"
 ) -> tuple[Target, StreamAdapter]:
     """A target of sizes that the native kernels take, packed for them where they can be built."""
-    sizes = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 96}
-    model = replace(CASES["llama"], **sizes, rope=replace(CASES["llama"].rope, dim=32))  # type: ignore[arg-type]
-    decoder = build_decoder(model, device="cpu")
+    decoder = build_decoder(WIDE, device="cpu")
     randomise(decoder, seed=1, scale=0.15)
     decoder.to(dtype)
     adapter = small_adapter(decoder, config).to(dtype)

@@ -18,7 +18,6 @@ import anabranch
 from anabranch import loading
 from anabranch.adapters.folder import read_record
 from anabranch.cli import app as program
-from anabranch.cli.train import app
 from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.learning.examples import Batch, Example
 from anabranch.learning.recipe import TrainOptions
@@ -36,8 +35,8 @@ from anabranch.model.load import load_target
 from anabranch.train.lora import LoraLayers, fresh_lora
 from anabranch.train.trainer import Trainer
 from shared_layout import LITERAL, Layout
-from small import RICH, decode, joint_losses, prompt, request, small, small_adapter
-from toy_text import ToyFolders
+from small import RICH, completions, prompt, small, small_adapter, train_on
+from toy_text import ToyFolders, train_toy
 
 OWN = replace(LITERAL, lora_rank=3)
 V1 = replace(LITERAL, main_attends="none", lora_rank=3)
@@ -186,16 +185,12 @@ def test_streams_of_training_are_those_of_decoding() -> None:
 
 @pytest.mark.thorough
 def test_training_lowers_the_loss_of_both() -> None:
-    target = small()
-    asked = [request(4 + n, n, 14) for n in range(6)]
-    said, _ = decode(target, asked)
-    texts = [Example(tuple(each.prompt_ids), tuple(answer)) for each, answer in zip(asked, said, strict=True)]
+    target, texts = small(), completions(small())
     torch.manual_seed(0)
     adapter = StreamAdapter(target.config, replace(RICHER, lora_rank=4), None)
     objective = shared_objective(target, adapter, LossOptions(main=1.0, streams=0.5))
-    of = Batch.of(texts)
     before = objective.evaluate(texts)
-    losses = joint_losses(objective, adapter, of, objective.freeze(of), steps=30, lr=1e-2)
+    losses = train_on(texts, objective, adapter, steps=30, lr=1e-2)
     assert losses[-1] < 0.8 * losses[0]
     assert objective.evaluate(texts)["tree"] > before["tree"] + 0.3
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -253,17 +248,9 @@ def test_embeddings_that_stand_alone_learn_in_proportion_to_the_states(tmp_path:
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 @pytest.mark.parametrize("recipe", ["paper-shared", pytest.param("shared", marks=pytest.mark.thorough)])
 def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: ToyFolders, tmp_path: Path) -> None:
-    target = load_target(str(toys.model), dtype="float32")
-    asked = [request(4 + n % 5, n, 20) for n in range(16)]
-    said, _ = decode(target.decoder, asked)
-    lines = [{"prompt_ids": a.prompt_ids, "answer_ids": s} for a, s in zip(asked, said, strict=True)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     folder = tmp_path / "joint"
-    words = ("streams", "--recipe", recipe, "--out", folder, "--stream-layers", 1, "--lora-rank", 4)
-    data = ("--model", toys.model, "--answers", tmp_path / "a.jsonl", "--batch-tokens", 200, "--epochs", 2)
-    rest = ("--warmup", 2, "--held-out", 4, "--lr", 0.01, "--json")
-    result = CliRunner().invoke(app, list(map(str, (*words, *data, *rest))))
-    assert result.exit_code == 0, result.output
+    sizes = ("--recipe", recipe, "--stream-layers", 1, "--lora-rank", 4, "--batch-tokens", 200)
+    result = train_toy(toys, folder, "streams", *sizes, "--epochs", 2, "--warmup", 2, "--lr", 0.01, count=16)
     record = read_record(folder)
     scores = record["measured"]["next token"]
     assert [sorted(found) for found in scores.values()] == [["accuracy", "loss"]] * 2
@@ -279,8 +266,8 @@ def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: 
     assert record["config"]["main_attends"] == ("own" if own else "none")
     assert (record["target"]["name"], record["target"]["lora"]) == (toys.model.name, "lora")
     if own:
-        assert record["parameters"] == (4 + 16) * target.config.hidden_size
-    ids = list(asked[0].prompt_ids)
+        assert record["parameters"] == (4 + 16) * load_target(str(toys.model)).config.hidden_size
+    ids = prompt(4)
     with anabranch.load(folder / "model", adapter=folder, dtype="float32") as model:
         plain = model.generate(ids, max_new_tokens=20, drafter="none", ignore_eos=True).token_ids
         for drafter in ("streams", "streams:prune=4", "streams+prompt_lookup", "auto", "suffix"):
