@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from anabranch.learning.examples import Example
-from anabranch.learning.loss import VocabularyLoss
+from anabranch.learning.loss import Vocabulary, vocabulary_loss
 from anabranch.methods import Method, methods
 from anabranch.methods.streams.attention import row_attention, row_mask, stream_attention
 from anabranch.methods.streams.recipes import StreamConfig
@@ -66,8 +66,9 @@ def test_a_teacher_that_predictions_share() -> None:
     torch.manual_seed(0)
     states, head, teacher = torch.randn(600, 8, requires_grad=True), torch.randn(13, 8), torch.randn(40, 8)
     tokens, weight, which = torch.randint(0, 13, (600,)), torch.rand(600), torch.randint(0, 40, (600,))
-    own = VocabularyLoss.apply(states, head, None, tokens, weight, teacher[which], 0.5, None)
-    shared = VocabularyLoss.apply(states, head, None, tokens, weight, teacher, 0.5, None, which)
+    words = Vocabulary(head, None, torch.arange(13))
+    own = vocabulary_loss(words, states, tokens, weight, teacher[which], 0.5)
+    shared = vocabulary_loss(words, states, tokens, weight, teacher, 0.5, None, which)
     torch.testing.assert_close(shared[0], own[0])
     torch.testing.assert_close(torch.autograd.grad(shared[0], states)[0], torch.autograd.grad(own[0], states)[0])
 

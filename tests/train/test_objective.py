@@ -15,7 +15,7 @@ from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.learning import loss as loss_module
 from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import VocabularyLoss
+from anabranch.learning.loss import Vocabulary, vocabulary_loss
 from anabranch.methods.streams import attention
 from anabranch.methods.streams import objective as module
 from anabranch.methods.streams.adapter import StreamAdapter
@@ -75,7 +75,8 @@ def test_vocabulary_loss_is_cross_entropy(
     distilled = F.cross_entropy(z, logits(teacher).softmax(-1), reduction="none")
     wanted = (weight * ((1 - soft) * hard + soft * distilled)).sum()
     (gradient,) = torch.autograd.grad(3 * wanted, states)
-    found, right = VocabularyLoss.apply(states, head, bias, tokens, weight, teacher if soft else None, soft, cap)
+    words = Vocabulary(head, bias, torch.arange(9))
+    found, right = vocabulary_loss(words, states, tokens, weight, teacher if soft else None, soft, cap)
     (mine,) = torch.autograd.grad(3 * found, states)
     assert torch.allclose(found, wanted, atol=1e-5)
     assert torch.allclose(mine, gradient, atol=1e-5)

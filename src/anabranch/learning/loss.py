@@ -5,7 +5,7 @@ M predictions, m of them at a time, D model width, V draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anabranch.model.decoder import Decoder
 
-__all__ = ["DistillationLoss", "Vocabulary", "VocabularyLoss", "distillation_loss", "hits", "vocabulary_loss"]
+__all__ = ["Vocabulary", "distillation_loss", "distributions", "hits", "vocabulary_loss"]
 
 CHUNK = 256  # predictions scored at once: 256 x 8,192 float32 are 8 MiB
 
@@ -62,114 +62,27 @@ def _cross_entropy(
     return loss_m, g_mV, (best_m1 == tokens_m1)[:, 0]
 
 
-class VocabularyLoss(torch.autograd.Function):
-    """Cross-entropy over a draft vocabulary, in chunks that fit the processor's caches.
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients were computed together with it, so that nothing of size M x V is stored.
 
-    The gradient is computed together with the loss, so nothing of size M x V is stored: on a CPU this is several times
-    faster than autograd on all logits. Returns the weighted loss and which predictions are correct [M].
+    On a CPU this is several times faster than autograd on all logits.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        states_MD: Tensor,
-        head_VD: Tensor,
-        bias_V: Tensor | None,
-        tokens_M: Tensor,
-        weight_M: Tensor,
-        teacher_MD: Tensor | None,
-        soft: float,
-        cap: float | None,
-        taught_M: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss = sum of weight * ((1 - soft) * CE(token) + soft * CE(target's distribution)).
-
-        tokens_M    rows of ``head_VD``
-        teacher_MD  the target's states whose distributions are distilled; None: tokens only
-        cap         soft cap of the logits
-        taught_M    the row of ``teacher_MD`` for each prediction, if several share one; None: its own
-        """
-        total = torch.zeros((), device=states_MD.device)
-        right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
-        gradient = torch.empty_like(states_MD)
-        with torch.autocast(states_MD.device.type, enabled=False):
-            for first in range(0, len(tokens_M), CHUNK):
-                part = slice(first, first + CHUNK)
-                z_mV = F.linear(states_MD[part].to(head_VD.dtype), head_VD, bias_V).float()
-                teacher = None
-                if soft and teacher_MD is not None:
-                    teacher = _distributions(teacher_MD, taught_M, part, head_VD, bias_V, cap)
-                loss_m, g_mV, right[part] = _cross_entropy(z_mV, tokens_M[part], soft, teacher, cap)
-                total += (loss_m * weight_M[part]).sum()
-                gradient[part] = ((g_mV.to(head_VD.dtype) @ head_VD) * weight_M[part, None]).to(gradient.dtype)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(right)
-        return total, right
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+        """The loss; ``gradients`` are those in ``inputs``."""
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradient kept by ``forward``, scaled."""
-        (gradient,) = ctx.saved_tensors
-        return (gradient * upstream[0], *(None,) * (len(ctx.needs_input_grad) - 1))
+        """The gradients, scaled."""
+        return None, None, *(gradient * upstream[0] for gradient in ctx.saved_tensors)
 
 
-def _distributions(
-    teacher_MD: Tensor, taught_M: Tensor | None, part: slice, head_VD: Tensor, bias_V: Tensor | None, cap: float | None
-) -> Tensor:
-    """The target's distributions for a part of the predictions; those that several share are computed once."""
-    states, each = teacher_MD[part], None
-    if taught_M is not None:
-        rows, each = torch.unique(taught_M[part], return_inverse=True)
-        states = teacher_MD[rows]
-    z = F.linear(states, head_VD, bias_V).float()
-    probs = (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
-    return probs if each is None else probs[each]
-
-
-class DistillationLoss(torch.autograd.Function):
-    """Cross-entropy of trained states and a trained head to tokens and to a teacher's distributions, in chunks.
-
-    The gradients of both are computed together with the loss, so nothing of size M x V is kept. Returns the loss and
-    which predictions are right [M].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        states_MD: Tensor,
-        head_VD: Tensor,
-        tokens_M: Tensor,
-        teacher: Callable[[slice], Tensor],
-        soft: float,
-        bias_V: Tensor | None = None,
-        cap: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss = sum of (1 - soft) * CE(token) + soft * CE(teacher); ``teacher`` gives distributions [m, V].
-
-        ``bias_V`` is not trained; ``cap`` is the soft cap of the logits.
-        """
-        total = torch.zeros((), device=states_MD.device)
-        right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
-        states, head = states_MD.float(), head_VD.float()
-        to_states, to_head = torch.empty_like(states), torch.zeros_like(head)
-        with torch.autocast(states_MD.device.type, enabled=False):
-            for first in range(0, len(tokens_M), CHUNK):
-                part = slice(first, first + CHUNK)
-                z_mV = states[part] @ head.T if bias_V is None else states[part] @ head.T + bias_V.float()
-                wanted = teacher(part) if soft else None
-                loss_m, g_mV, right[part] = _cross_entropy(z_mV, tokens_M[part], soft, wanted, cap)
-                total += loss_m.sum()
-                to_states[part] = g_mV @ head
-                to_head.addmm_(g_mV.T, states[part])
-        ctx.save_for_backward(to_states.to(states_MD.dtype), to_head.to(head_VD.dtype))
-        ctx.mark_non_differentiable(right)
-        return total, right
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        """The gradients kept by ``forward``, scaled."""
-        to_states, to_head = ctx.saved_tensors
-        return to_states * upstream[0], to_head * upstream[0], None, None, None, None, None
+def _differentiable(loss: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+    made: Tensor = _WithGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]
+    return made
 
 
 def vocabulary_loss(
@@ -182,10 +95,47 @@ def vocabulary_loss(
     cap: float | None = None,
     taught_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``VocabularyLoss`` over the words of a batch."""
-    given = words.head_VD, words.bias_V, tokens_M, weight_M, teacher_MD, soft, cap, taught_M
-    scores: tuple[Tensor, Tensor] = VocabularyLoss.apply(states_MD, *given)  # type: ignore[no-untyped-call]
-    return scores
+    """The loss of trained states, and which predictions are right [M], in chunks that fit the processor's caches.
+
+    Loss = sum of weight * ((1 - soft) * CE(token) + soft * CE(target's distribution)).
+
+    tokens_M    rows of ``words``
+    teacher_MD  the target's states whose distributions are distilled; None: tokens only
+    cap         soft cap of the logits
+    taught_M    the row of ``teacher_MD`` for each prediction, if several share one; None: its own
+    """
+    total = torch.zeros((), device=states_MD.device)
+    right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
+    gradient, head_VD = torch.empty_like(states_MD), words.head_VD
+    with torch.no_grad(), torch.autocast(states_MD.device.type, enabled=False):
+        for first in range(0, len(tokens_M), CHUNK):
+            part = slice(first, first + CHUNK)
+            z_mV = F.linear(states_MD[part].to(head_VD.dtype), head_VD, words.bias_V).float()
+            teacher = (
+                _distributions(words, teacher_MD, taught_M, part, cap) if soft and teacher_MD is not None else None
+            )
+            loss_m, g_mV, right[part] = _cross_entropy(z_mV, tokens_M[part], soft, teacher, cap)
+            total += (loss_m * weight_M[part]).sum()
+            gradient[part] = ((g_mV.to(head_VD.dtype) @ head_VD) * weight_M[part, None]).to(gradient.dtype)
+    return _differentiable(total, [gradient], states_MD), right
+
+
+def _distributions(
+    words: Vocabulary, teacher_MD: Tensor, taught_M: Tensor | None, part: slice, cap: float | None
+) -> Tensor:
+    """The target's distributions for a part of the predictions; those that several share are computed once."""
+    states, each = teacher_MD[part], None
+    if taught_M is not None:
+        rows, each = torch.unique(taught_M[part], return_inverse=True)
+        states = teacher_MD[rows]
+    probs = distributions(F.linear(states, words.head_VD, words.bias_V), cap)
+    return probs if each is None else probs[each]
+
+
+def distributions(z: Tensor, cap: float | None) -> Tensor:
+    """Distributions from logits before the soft cap [..., V]."""
+    z = z.float()
+    return (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
 
 
 def distillation_loss(
@@ -197,10 +147,28 @@ def distillation_loss(
     bias_V: Tensor | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``DistillationLoss``."""
-    given = states_MD, head_VD, tokens_M, teacher, soft, bias_V, cap
-    scores: tuple[Tensor, Tensor] = DistillationLoss.apply(*given)  # type: ignore[no-untyped-call]
-    return scores
+    """The loss of trained states and a trained head, in chunks, and which predictions are right [M].
+
+    Loss = sum of (1 - soft) * CE(token) + soft * CE(teacher).
+
+    teacher  (predictions) -> the distributions that they are to imitate [m, V], computed without gradients
+    bias_V   of the head, not trained
+    cap      soft cap of the logits
+    """
+    total = torch.zeros((), device=states_MD.device)
+    right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
+    with torch.no_grad(), torch.autocast(states_MD.device.type, enabled=False):
+        states, head = states_MD.float(), head_VD.float()
+        to_states, to_head = torch.empty_like(states), torch.zeros_like(head)
+        for first in range(0, len(tokens_M), CHUNK):
+            part = slice(first, first + CHUNK)
+            z_mV = states[part] @ head.T if bias_V is None else states[part] @ head.T + bias_V.float()
+            loss_m, g_mV, right[part] = _cross_entropy(z_mV, tokens_M[part], soft, teacher(part) if soft else None, cap)
+            total += loss_m.sum()
+            to_states[part] = g_mV @ head
+            to_head.addmm_(g_mV.T, states[part])
+    gradients = to_states.to(states_MD.dtype), to_head.to(head_VD.dtype)
+    return _differentiable(total, gradients, states_MD, head_VD), right
 
 
 def hits(words: Vocabulary, states_MD: Tensor, tokens_M: Tensor, top: int) -> tuple[int, int]:

@@ -91,18 +91,25 @@ class Objective(Protocol[F]):
 class FrozenObjective:
     """The parts of an ``Objective`` that all with a frozen target share.
 
+    module   what is trained
+    options  the weights of its loss
     ahead    tokens from a position to the first one that is predicted there
     whole    whether all positions are trained together, since each needs the pass over the whole text before it
     segment  otherwise the number of positions whose predictions are in memory at a time
-    run      runs the passes without gradients, on ``frozen``: a packed copy of the target where that is faster
+    frozen   the target for passes without gradients: a packed copy where that is faster
+    run      runs these passes
     """
 
     ahead = 2
     predictors = 1
     whole = False
 
-    def __init__(self, target: Decoder, segment: int, frozen: Decoder | None) -> None:
-        self.target, self.segment, self.run = target, segment, frozen_target(target, frozen)
+    def __init__(
+        self, target: Decoder, module: Any, options: Any, *, segment: int = 128, frozen: Decoder | None = None
+    ) -> None:
+        self.target, self.module, self.options, self.segment = target, module, options, segment
+        self.frozen = target if frozen is None else frozen
+        self.run = frozen_target(target, frozen)
 
     def keep(self, keeping: Keeping) -> None:
         """Keep the states of the frozen target."""

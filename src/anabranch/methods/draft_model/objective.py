@@ -21,7 +21,6 @@ from anabranch.learning.objective import FrozenObjective, Scores, Segment
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.module import DraftModule
 from anabranch.methods.draft_model.recipes import LossOptions
-from anabranch.model.decoder import Decoder
 
 __all__ = ["DraftObjective", "LossOptions"]
 
@@ -33,18 +32,8 @@ class DraftObjective(FrozenObjective):
 
     predictor = "draft model"
     ahead, whole = 1, True
-
-    def __init__(
-        self,
-        target: Decoder,
-        module: DraftModule,
-        options: LossOptions | None = None,
-        *,
-        segment: int = 128,
-        frozen: Decoder | None = None,
-    ) -> None:
-        super().__init__(target, segment, frozen)
-        self.module, self.options = module, options or LossOptions()
+    module: DraftModule
+    options: LossOptions
 
     def freeze(self, batch: Batch) -> Tensor:
         """The target's states after the last norm [B, T, H]."""
@@ -56,8 +45,7 @@ class DraftObjective(FrozenObjective):
         hidden_MH = frozen[rows_M, places_M]
 
         def teacher(part: slice) -> Tensor:
-            with torch.no_grad():
-                return self.target.logits(hidden_MH[part]).float().softmax(-1)
+            return self.target.logits(hidden_MH[part]).float().softmax(-1)
 
         head = self.module.model.head.weight
         loss, right = distillation_loss(states_MD, head, tokens_M, teacher, self.options.soft)

@@ -49,19 +49,12 @@ class EagleObjective(FrozenObjective):
     predictor = "step"
     ahead, whole = 1, True
 
-    def __init__(
-        self,
-        target: Decoder,
-        module: EagleModule,
-        options: LossOptions | None = None,
-        *,
-        segment: int = 128,
-        frozen: Decoder | None = None,
-    ) -> None:
-        super().__init__(target, segment, frozen)
-        self.module, self.options = module, options or LossOptions()
-        self.frozen = target if frozen is None else frozen
-        self.predictors = self.options.unroll
+    module: EagleModule
+    options: LossOptions
+
+    def __init__(self, target: Decoder, module: EagleModule, options: LossOptions, **passes: Any) -> None:
+        super().__init__(target, module, options, **passes)
+        self.predictors = options.unroll
 
     def vocabulary(self, batch: Batch) -> Vocabulary:
         """The draft vocabulary with the batch's own tokens; decoding adds a row's own tokens in the same way."""

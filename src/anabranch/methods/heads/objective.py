@@ -19,7 +19,7 @@ from torch import Tensor
 from anabranch.drafting.head import RowVocabulary
 from anabranch.drafting.replay import evaluation, replay_all
 from anabranch.learning.examples import Batch, Example
-from anabranch.learning.loss import Vocabulary, distillation_loss, vocabulary_loss
+from anabranch.learning.loss import Vocabulary, distillation_loss, distributions, vocabulary_loss
 from anabranch.learning.objective import FrozenObjective, Scores, Segment
 from anabranch.learning.target import TargetStates
 from anabranch.methods.heads.drafter import HeadDraft, HeadSettings
@@ -71,21 +71,20 @@ class HeadObjective(FrozenObjective):
     """
 
     predictor = "head"
+    module: DraftHeads
+    options: LossOptions
 
     def __init__(
         self,
         target: Decoder,
         module: DraftHeads,
-        options: LossOptions | None = None,
+        options: LossOptions,
         *,
         draft: Callable[[Decoder, Any, HeadSettings], HeadDraft],
-        segment: int = 128,
-        frozen: Decoder | None = None,
+        **passes: Any,
     ) -> None:
-        super().__init__(target, segment, frozen)
-        self.whole = module.reads_texts
-        self.module, self.draft, self.options = module, draft, options or LossOptions()
-        self.predictors = module.config.num_heads
+        super().__init__(target, module, options, **passes)
+        self.draft, self.whole, self.predictors = draft, module.reads_texts, module.config.num_heads
 
     def freeze(self, batch: Batch) -> Tensor:
         """The target's states after the last norm [B, T, D]."""
@@ -151,9 +150,7 @@ class HeadObjective(FrozenObjective):
             hidden_mD = frozen[goals.teacher_at[0][inside_M, k], goals.teacher_at[1][inside_M, k]]
 
             def teacher(part: slice, hidden_mD: Tensor = hidden_mD, bias: Tensor | None = vocabulary.bias_V) -> Tensor:
-                with torch.no_grad():
-                    z = F.linear(hidden_mD[part].to(head_VD.dtype), head_VD, bias).float()
-                    return (z if cap is None else torch.tanh(z / cap) * cap).softmax(-1)
+                return distributions(F.linear(hidden_mD[part].to(head_VD.dtype), head_VD, bias), cap)
 
             given = states_MKD[inside_M, k], vocabulary.head_VD, place_M[inside_M]
             loss, right = distillation_loss(*given, teacher, self.options.soft, vocabulary.bias_V, cap)

@@ -97,18 +97,17 @@ def emitted_tokens(
 class StreamObjective(FrozenObjective):
     """The ``Objective`` of a stream adapter; stream 1 of a position predicts the token two positions later."""
 
+    options: LossOptions
+
     def __init__(
         self,
         target: Decoder,
         adapter: StreamModule,
         options: LossOptions | None = None,
-        *,
-        segment: int = 128,
-        frozen: Decoder | None = None,
+        **passes: Any,
     ) -> None:
-        super().__init__(target, segment, frozen)
+        super().__init__(target, adapter, options or LossOptions(), **passes)
         self.adapter = adapter
-        self.options = options or LossOptions()
         if adapter.shape.mode == "lossless" and (self.options.main or self.options.streams != 1 or self.options.detach):
             raise InputError(
                 "main, streams and detach are about the target's own next token beside its streams, and mode "
