@@ -1,8 +1,9 @@
 """Compile the native kernels into a wheel for x86-64 Linux; hatchling runs this when it builds one.
 
 ``ziglang``, a C++ compiler from PyPI, makes the libraries that ``native/recipe.py`` lists. They need glibc 2.17 or
-later and no C++ runtime. Elsewhere, and in an editable installation, the wheel has no libraries: a compiler on the
-user's machine makes one on first use, or PyTorch runs the model.
+later and no C++ runtime. By default they are those for this machine's processor, and avx2's; with
+``ANABRANCH_LIBRARIES=all`` the wheel has those for all machines. Elsewhere, and in an editable installation, the wheel
+has no libraries: a compiler on the user's machine makes one on first use, or PyTorch runs the model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ RUNTIME = (
 )
 RUNTIME_FLAGS = ("-O2", "-std=c++23", "-fPIC", "-fvisibility=hidden", "-w", "-D_LIBCPP_BUILDING_LIBRARY")
 RUNTIME_FLAGS += ("-D_LIBCXXABI_BUILDING_LIBRARY", "-DLIBCXXABI_NON_DEMANGLING_TERMINATE")
-TAG = "py3-none-manylinux_2_17_x86_64"
+SETTING = "ANABRANCH_LIBRARIES"
+# an index takes no wheel with the second tag, which is right: its libraries are those for one processor
+PORTABLE, LOCAL = "py3-none-manylinux_2_17_x86_64", "py3-none-linux_x86_64"
 
 
 class KernelsHook(BuildHookInterface[Any]):
@@ -45,14 +48,19 @@ class KernelsHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the libraries, and tag the wheel for the platform that they run on."""
+        wanted = os.environ.get(SETTING, "")
+        if wanted not in ("", "all"):
+            raise SystemExit(f"{SETTING} must be all or unset, got {wanted!r}")
         if version == "editable" or not _here():
             return
         # kept until ``finalize``: hatchling reads the files after this returns
         self._folder = tempfile.TemporaryDirectory(prefix="anabranch-kernels-")
-        self.app.display_waiting("compiling the native kernels, half a minute")
-        for path in Compiler(Path(self._folder.name)).libraries():
+        self.app.display_waiting("compiling the native kernels, about a minute")
+        recipe = _recipe()
+        names = recipe.PACKAGED if wanted else recipe.libraries_for(*_processor())
+        for path in Compiler(Path(self._folder.name), recipe).libraries(names):
             build_data["force_include"][str(path)] = f"anabranch/native/libraries/{path.name}"
-        build_data["pure_python"], build_data["tag"] = False, TAG
+        build_data["pure_python"], build_data["tag"] = False, PORTABLE if names == recipe.PACKAGED else LOCAL
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Delete the compiler's files."""
@@ -63,6 +71,16 @@ class KernelsHook(BuildHookInterface[Any]):
 def _here() -> bool:
     """True where such a wheel can be installed: elsewhere pip would refuse it."""
     return (platform.system(), platform.machine()) == ("Linux", "x86_64") and platform.libc_ver()[0] == "glibc"
+
+
+def _processor() -> tuple[list[str], str]:
+    """The features and the vendor of this machine's processor, as Linux names them; no features if it does not."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]
+    except OSError:
+        return [], ""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    return fields.get("flags", "").split(), fields.get("vendor_id", "")
 
 
 def _recipe() -> ModuleType:
@@ -78,22 +96,22 @@ def _recipe() -> ModuleType:
 class Compiler:
     """The compiler, which works in ``folder`` and leaves nothing elsewhere."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recipe: ModuleType) -> None:
         package = importlib.util.find_spec("ziglang")
         if package is None or package.origin is None:
             raise SystemExit(
                 "the package ziglang, which compiles the native kernels, is not installed; build without "
                 "--no-build-isolation, or install it as pyproject.toml pins it"
             )
-        self.zig, self.folder, self.recipe = str(Path(package.origin).with_name("zig")), folder, _recipe()
+        self.zig, self.folder, self.recipe = str(Path(package.origin).with_name("zig")), folder, recipe
         cache = str(folder / "cache")
         self.environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
 
-    def libraries(self) -> list[Path]:
-        """The packaged libraries, and the one that asks the processor for its features."""
+    def libraries(self, names: tuple[str, ...]) -> list[Path]:
+        """The libraries of these instruction sets, and the one that asks the processor for its features."""
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            objects = {name: pool.submit(self._kernels, name) for name in names}  # first: they take the longest
             runtime, probe = pool.submit(self._runtime), pool.submit(self._probe)
-            objects = {name: pool.submit(self._kernels, name) for name in self.recipe.PACKAGED}
             linked = {name: self._link(name, of.result(), runtime.result()) for name, of in objects.items()}
         made = [self._named(path, f"kernels-{name}-{self._key(name)}") for name, path in linked.items()]
         return [*made, self._named(probe.result(), f"processor-{self.recipe.probe_key()}")]

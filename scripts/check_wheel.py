@@ -61,7 +61,8 @@ def built(folder: Path) -> tuple[Path, Path]:
     run(environment / "bin" / "python", "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
     (source,) = folder.glob("*.tar.gz")
     began = time.monotonic()
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, source)
+    with_all = {**os.environ, "ANABRANCH_LIBRARIES": "all"}
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, source, env=with_all)
     (wheel,) = folder.glob("*.whl")
     say(f"{source.name}: {source.stat().st_size / 1e6:.1f} MB")
     say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, built in {time.monotonic() - began:.0f} s")
@@ -149,9 +150,9 @@ def anabranch(variables: dict[str, str], *words: str) -> subprocess.CompletedPro
         return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def run(*words: object, cwd: Path | None = None) -> None:
+def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
     """Run a command; an error ends this script."""
-    subprocess.run([str(word) for word in words], cwd=cwd, check=True)
+    subprocess.run([str(word) for word in words], cwd=cwd, env=env, check=True)
 
 
 def say(what: str) -> None:

@@ -238,6 +238,23 @@ def test_instruction_sets_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> Non
         selection.instruction_sets()
 
 
+@pytest.mark.parametrize(
+    ("processor", "vendor", "libraries"),
+    [
+        ("avx2", "AuthenticAMD", ("avx2",)),
+        ("avx2_vnni", "GenuineIntel", ("avx2_vnni", "avx2")),
+        ("avx512", "GenuineIntel", ("avx512", "avx2")),
+        ("avx512_bf16", "AuthenticAMD", ("avx512_bf16", "avx2")),
+        ("avx512_bf16", "GenuineIntel", ("avx512_vnni", "avx2")),
+        ("amx", "GenuineIntel", ("avx512_bf16", "avx512_vnni", "avx2")),
+    ],
+)
+def test_libraries_that_a_wheel_has_for_a_processor(processor: str, vendor: str, libraries: tuple[str, ...]) -> None:
+    """The one that is chosen there, the next where the system may refuse AMX tiles, and avx2's."""
+    assert recipe.libraries_for({"sse2", *SETS[processor][0]}, vendor) == libraries
+    assert recipe.libraries_for({"sse2"}, vendor) == recipe.PACKAGED, "nothing is known of where it will run"
+
+
 def test_tiles_that_the_system_does_not_grant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANABRANCH_KERNELS", raising=False)
     monkeypatch.setattr(selection, "processor", lambda: Processor("GenuineIntel", SETS["amx"][0]))

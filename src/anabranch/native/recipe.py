@@ -21,7 +21,9 @@ __all__ = [
     "PROBE",
     "digest",
     "key_of",
+    "libraries_for",
     "machine_flags",
+    "preferred",
     "probe_key",
     "sources",
     "translation_unit",
@@ -65,9 +67,32 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx2_vnni": _named("avx2_vnni", AVX2 | {"avx_vnni"}, "AVX2"),
     "avx2": _named("avx2", AVX2, "AVX2"),
 }
-# The libraries of a wheel: that of AMX is avx512_bf16's. Each takes 20 s of a processor to compile, so a wheel has none
-# for Intel's server processors of 2017 and 2018, which lack VNNI; without a compiler they run avx2's.
+# The libraries of a wheel for any machine: that of AMX is avx512_bf16's. Each takes 40 s of a processor to compile, so
+# such a wheel has none for Intel's server processors of 2017 and 2018, which lack VNNI; without a compiler they run
+# avx2's.
 PACKAGED = ("avx512_bf16", "avx512_vnni", "avx2_vnni", "avx2")
+
+
+def preferred(features: Iterable[str], vendor: str) -> list[str]:
+    """The instruction sets that a processor with these features supports and gains from, the fastest first."""
+    supported = [name for name, (needed, _) in INSTRUCTION_SETS.items() if needed <= frozenset(features)]
+    # Intel's processors of the generation that also has AMX take two cycles for a product of bf16 pairs (AVX512_BF16),
+    # in which they do four products of floats: 1.29 and 5.3 G instructions/s on a core of a Xeon without AMX
+    # (docs/log.md).
+    return [name for name in supported if name != "avx512_bf16" or vendor != "GenuineIntel"]
+
+
+def libraries_for(features: Iterable[str], vendor: str) -> tuple[str, ...]:
+    """The libraries of a wheel for a processor: its fastest, and avx2's; all of PACKAGED if no kernels run on it.
+
+    Where AMX is the fastest, the next one is among them: the system may refuse tiles.
+    """
+    names = preferred(features, vendor)
+    if not names:
+        return PACKAGED
+    fastest = names[: 2 if names[0] == "amx" else 1]
+    wanted = {"avx2", *("avx512_bf16" if name == "amx" else name for name in fastest)}
+    return tuple(name for name in INSTRUCTION_SETS if name in wanted)
 
 
 def sources(kind: str = "cpp") -> list[Path]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from anabranch.errors import InputError
 from anabranch.native.build import ASK_FOR_TILES, BuildError
 from anabranch.native.features import processor
-from anabranch.native.recipe import INSTRUCTION_SETS
+from anabranch.native.recipe import INSTRUCTION_SETS, preferred
 
 __all__ = ["Shortfall", "forced", "instruction_sets", "shortfall_of", "unfit"]
 
@@ -67,19 +67,17 @@ def instruction_sets() -> list[str]:
 
     Raises InputError if the required one is not supported.
     """
-    supported = [name for name, (needed, _) in INSTRUCTION_SETS.items() if needed <= processor().features]
+    found = processor()
+    supported = [name for name, (needed, _) in INSTRUCTION_SETS.items() if needed <= found.features]
     if "amx" in supported and not _tiles_granted():
         supported.remove("amx")
     if wanted := forced():
         if wanted not in supported:
-            missing = ", ".join(sorted(INSTRUCTION_SETS[wanted][0] - processor().features)) or "AMX tiles for a process"
+            missing = ", ".join(sorted(INSTRUCTION_SETS[wanted][0] - found.features)) or "AMX tiles for a process"
             instead = f"use one of {', '.join(supported)}, or unset it"
             raise InputError(f"{SETTING} is {wanted}, but this machine lacks {missing}; {instead}")
         return [wanted]
-    # Intel's processors of the generation that also has AMX take two cycles for a product of bf16 pairs (AVX512_BF16),
-    # in which they do four products of floats: 1.29 and 5.3 G instructions/s on a core of a Xeon without AMX
-    # (docs/log.md).
-    return [name for name in supported if name != "avx512_bf16" or processor().vendor != "GenuineIntel"]
+    return [name for name in preferred(found.features, found.vendor) if name in supported]
 
 
 def shortfall_of(instruction_set: str, failures: dict[str, BuildError], not_kept: str) -> Shortfall | None:
