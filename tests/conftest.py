@@ -4,13 +4,17 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 from hypothesis import HealthCheck, settings
 
+from anabranch.bench import machine
 from anabranch.control import costs, profiles
 from toy_text import ToyFolders, save_toys
 from verbs import Anabranch
@@ -62,6 +66,22 @@ def _passes_cost_the_same() -> Iterator[None]:
 
     patched = mock.patch.object(profiles, "_keep_costs", keep_elsewhere)
     with mock.patch.object(costs, "measure_passes", return_value=measured), patched:
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _memory_is_measured_quickly() -> Iterator[None]:
+    """``info`` reads 512 MiB or more to measure the memory's speed: seconds, most of them for the system's pages."""
+    quick = mock.patch.dict(machine.LEAST, cpu=2**20)
+    with quick, mock.patch.object(machine, "last_level_cache", return_value=2**17):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_are_made_once() -> Iterator[None]:
+    """Typer makes all commands of a program from their signatures at every call, which takes longer than most tests."""
+    made = cache(typer.main.get_command)
+    with mock.patch("typer.main.get_command", made), mock.patch("typer.testing._get_command", made):
         yield
 
 

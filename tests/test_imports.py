@@ -69,12 +69,17 @@ def test_imports_point_one_way() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_modules_import_in_no_circle() -> None:
-    assert " -> ".join(count_imports.circle(count_imports.module_graph())) == ""
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return count_imports.module_graph()
 
 
-def test_every_room_exists() -> None:
-    assert set(ROOMS) == set(count_imports.room_graph(count_imports.module_graph()))
+def test_modules_import_in_no_circle(graph: dict[str, set[str]]) -> None:
+    assert " -> ".join(count_imports.circle(graph)) == ""
+
+
+def test_every_room_exists(graph: dict[str, set[str]]) -> None:
+    assert set(ROOMS) == set(count_imports.room_graph(graph))
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def in_threads(work: Sequence[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
         assert not thread.is_alive()
 
 

@@ -65,9 +65,11 @@ def torchless(*calls: Sequence[str]) -> str:
     """The output of commands, none of which may import torch or what imports it."""
     code = f"""
 import sys
+from typer.main import get_command
 from anabranch.cli import app
+command = get_command(app)
 for words in {[list(words) for words in calls]}:
-    app(words, standalone_mode=False)
+    command(words, standalone_mode=False)
     heavy = {{"torch", "transformers", "safetensors", "numpy"}} & {{*sys.modules}}
     assert not heavy, (words, heavy)
 """

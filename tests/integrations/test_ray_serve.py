@@ -39,7 +39,7 @@ class Cluster:
     """The application at work, and what it is expected to answer."""
 
     def __init__(self, url: str, model: str) -> None:
-        self.client = httpx.Client(base_url=url, timeout=120)
+        self.client = httpx.Client(base_url=url, timeout=300)
         self.config: dict[str, Any] = {
             "model": model,
             "loading": {"drafter": "none"},
@@ -180,7 +180,7 @@ def test_replicas_follow_the_queue(cluster: Cluster) -> None:
     homes: set[str] = set()
 
     def asking(text: str) -> None:
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 300
         while len(homes) < 2 and time.monotonic() < limit:
             homes.add(cluster.ask(text).headers["x-anabranch-replica"])
 
