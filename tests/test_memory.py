@@ -27,7 +27,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.native.library import library
 from anabranch.support import memory
-from anabranch.support.memory import free_memory, zeroed
+from anabranch.support.memory import free_memory, untouched_is_free, zeroed
 from small import decode, prompt, request, small, small_adapter
 
 PLAIN = NoDrafter()
@@ -99,6 +99,19 @@ def test_limits_of_control_groups_count(name: str, tmp_path: Path) -> None:
 
 def test_a_system_that_does_not_say(tmp_path: Path) -> None:
     assert free_memory(root=tmp_path) is None
+
+
+def test_untouched_memory_where_the_system_promises_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tmp_path / "proc/sys/vm/overcommit_memory"
+    policy.parent.mkdir(parents=True)
+    for number in range(3):
+        policy.write_text(f"{number}\n")
+        assert untouched_is_free(root=tmp_path) == (number < 2)
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/status").write_text("VmSize:\t100 kB\n")
+    policy.write_text("0\n")
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda limit: (2**30, 2**30))
+    assert not untouched_is_free(root=tmp_path)
 
 
 def test_pages_are_zero_and_aligned() -> None:

@@ -202,11 +202,11 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         made = stack.step(lengths, [4], np.array(parents), 300, x)
         for name, value in step.items():
             setattr(made.native, name, value)
-        sizes, layers = stack.ready(memory, 0, 0, BASE.num_layers)
+        sizes, layers, batch = stack.ready(memory, 0, 0, BASE.num_layers, made)
         sizes = structs.Shape.from_buffer_copy(sizes)
         for name, value in (shape or {}).items():
             setattr(sizes, name, value)
-        stack.kernels.layers(sizes, layers, made.native)
+        stack.kernels.layers(sizes, layers, batch)
 
     chain = [-1, 0, 1, 2]
     run([10], chain)
@@ -329,7 +329,7 @@ def test_rows_of_a_pass_that_do_not_fit_are_refused() -> None:
         made.native.starts = starts.ctypes.data
         for name, value in step.items():
             setattr(made.native, name, value)
-        stack.kernels.layers(*stack.ready(memory, 0, 0, BASE.num_layers), made.native)
+        stack.kernels.layers(*stack.ready(memory, 0, 0, BASE.num_layers, made))
 
     run([10, 256, 254], [0, 2, 2, 4])
     run([10, 0, 9], [0, 2, 2, 4], trailing=1)  # the row between them takes no part
@@ -364,8 +364,8 @@ def test_streams_that_do_not_fit_are_refused() -> None:
         for name, value in entry.items():
             setattr(begin, name, value)
         step = trail.stack.step([5, 9], counts, None, 300, trailing=True)
-        ready = trail.stack.ready(memory, 0, trail.stack.first, BASE.num_layers)
-        trail._kernels.trail(*ready, step.native, begin, states[: sum(counts)])
+        ready = trail.stack.ready(memory, 0, trail.stack.first, BASE.num_layers, step)
+        trail._kernels.trail(*ready, begin, states[: sum(counts)])
 
     run([2, 2], [0, 5], [3, 4])
     run([2, 0], [5, 99], [3, -1])  # what stands for a row without streams is not read

@@ -463,8 +463,7 @@ class Batch:
         if slot < self._ready:  # the last ready row takes the place, and one that is being read that row's place
             self._ready -= 1
             if slot < self._ready:
-                self.cache.move_row(self._ready, slot)
-                self._members[slot] = self._members[self._ready]
+                self._swap(slot, self._ready)
                 slot = self._ready
         self.cache.remove_row(slot)
         self._members[slot] = self._members[-1]

@@ -154,7 +154,7 @@ class Reader(ABC):
         if place is None or self.cache is None:
             return
         last, moved = self.cache.count - 1, self._rows[-1]
-        self._left[last] = moved.tokens[: self.cache.lengths[last] + self.skipped]
+        self._left[last] = row.tokens[: self.cache.lengths[place.slot] + self.skipped]
         self.cache.remove_row(place.slot)
         self._rows[place.slot] = moved
         self._rows.pop()

@@ -12,6 +12,7 @@ Shapes: B rows in use, K kv heads, C capacity, E head width, N tree nodes, P pat
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from anabranch.model.encoder import Memory
 from anabranch.model.graphs import Graphs
 from anabranch.model.recurrent import States
 from anabranch.native import library as native
-from anabranch.support.memory import free_memory, zeroed
+from anabranch.support.memory import free_memory, untouched_is_free, zeroed
 from anabranch.support.nearest import hint
 
 __all__ = ["KINDS", "Cache", "bytes_per_token", "check_kind", "room_for", "shared_length"]
@@ -36,6 +37,7 @@ MIN_CAPACITY = 512
 SMALL = 2**24  # bytes; smaller caches are allocated without looking at free memory
 GROUP = 32  # channels that share a scale in a quantised cache
 HEADROOM = 2**27  # bytes left free for the tensors of passes
+RESERVED = 64  # rows of addresses that a cache of the kernels has, if memory for half of them is free
 
 
 def check_kind(kind: str) -> None:
@@ -75,9 +77,11 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
 class Cache:
     """Keys and values of ``rows`` sequences of up to ``capacity`` tokens each.
 
-    ``keys`` and ``values`` are [layers, rows, K, C, E]. Rows 0 to count - 1 are in use; a row that leaves is replaced
-    by the last one, so that the rows in use stay contiguous and a step reads one slice. With ``kernels``, memory is in
-    large pages and the kernels move committed keys and values.
+    ``keys`` and ``values`` are [layers, rows, K, C, E], row by row in memory. Slots 0 to count - 1 are in use; a row
+    that leaves changes places with the last one, so that a step is over a slice of slots. With ``kernels``, memory is
+    in large pages, the kernels move committed keys and values, and no row is copied because others come and go:
+    addresses are reserved for more rows than there are, and a slot has the row of memory ``places[slot]``. Without, it
+    has the row of its own number.
 
     dtype      the type of the keys and values of a pass
     quantized  the kernels store them in int8, for E channels E values and a float32 scale for each 32 of them, and
@@ -98,26 +102,23 @@ class Cache:
         kernels: native.Library | None = None,
         quantized: bool = False,
     ) -> None:
-        width, stored = _stored(config, dtype, quantized=quantized)
-        shape = (len(config.kv_layers), rows, config.num_kv_heads, capacity, width)
-        needed = rows * capacity * bytes_per_token(config, dtype, quantized=quantized)
-        short = f"the cache for {rows} row(s) of {capacity:,} tokens needs {needed / 2**30:.2f} GiB on {device}, "
-        advice = "use fewer rows, a shorter prompt or a smaller max_new_tokens"
-        if device.type == "cpu" and needed > SMALL:  # a GPU's allocator raises an error, Linux ends the process
-            free = free_memory()
-            if free is not None and needed > free - HEADROOM:
-                raise OutOfMemoryError(f"{short}and {max(0, free) / 2**30:.2f} GiB are free; {advice}")
-        try:
-            self.keys, self.values = (_zeros(shape, stored, device, kernels) for _ in range(2))
-        except (RuntimeError, OutOfMemoryError) as error:  # of PyTorch (on a GPU too), of ``zeroed``
-            raise OutOfMemoryError(f"{short}more than is free; {advice}") from error
         self.config, self.rows, self.dtype, self.quantized = config, rows, dtype, quantized
-        self._at = {layer: index for index, layer in enumerate(config.kv_layers)}
+        self.capacity, self._device, self._kernels = capacity, device, kernels
+        self._require(rows)
+        width, stored = _stored(config, dtype, quantized=quantized)
+        self._stays = kernels is not None and config.recurrent is None  # whether rows stay where they are
+        free = free_memory() if self._stays and untouched_is_free() else None
+        reserved = max(rows, min(RESERVED, 0 if free is None else free // (2 * capacity * self.token_bytes)))
+        shape = (reserved, len(config.kv_layers), config.num_kv_heads, capacity, width)
+        try:
+            self._keys, self._values = (_zeros(shape, stored, device, kernels).transpose(0, 1) for _ in range(2))
+        except (RuntimeError, OutOfMemoryError) as error:  # of PyTorch (on a GPU too), of ``zeroed``
+            raise self._short(rows, "more than is") from error
+        self.places = array("q", range(reserved))
+        self._index = {layer: index for index, layer in enumerate(config.kv_layers)}
         recurrent = config.recurrent
         self.states = None if recurrent is None else States(config, recurrent, rows, dtype, device)
-        self.capacity = capacity
         self.graphs = Graphs()  # of computations that read or write these rows
-        self._kernels = kernels
         self.lengths: list[int] = []
         self.prompts: list[int] = []  # the length for which each row's prompt is rotated (``Rope``)
         self.memories: list[Memory | None] = []  # of the rows' sources, which rows may share
@@ -128,6 +129,31 @@ class Cache:
     def count(self) -> int:
         """Rows in use."""
         return len(self.lengths)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of all rows of memory [layers, rows, K, C, E]."""
+        return self._keys[:, : self.rows]
+
+    @property
+    def values(self) -> Tensor:
+        """The values of all rows of memory, as the keys."""
+        return self._values[:, : self.rows]
+
+    def _require(self, rows: int) -> None:
+        """Raise OutOfMemoryError where memory does not suffice for so many more rows."""
+        needed = rows * self.capacity * self.token_bytes
+        if self._device.type == "cpu" and needed > SMALL:  # a GPU's allocator raises an error, Linux ends the process
+            free = free_memory()
+            if free is not None and needed > free - HEADROOM:
+                raise self._short(rows, f"and {max(0, free) / 2**30:.2f} GiB are")
+
+    def _short(self, rows: int, free: str) -> OutOfMemoryError:
+        needed = rows * self.capacity * self.token_bytes / 2**30
+        return OutOfMemoryError(
+            f"the cache for {rows} row(s) of {self.capacity:,} tokens needs {needed:.2f} GiB on {self._device}, {free} "
+            "free; use fewer rows, a shorter prompt or a smaller max_new_tokens"
+        )
 
     # -- rows join and leave ---------------------------------------------------------------------
     def add_row(self, prompt: int = 0, memory: Memory | None = None) -> int:
@@ -146,20 +172,12 @@ class Cache:
         return self.count - 1
 
     def remove_row(self, slot: int) -> int:
-        """Free ``slot``; return the slot whose row moved into it (the last one), or ``slot`` if none moved."""
+        """Free ``slot``; return the slot whose row changed places with it (the last one), or ``slot``."""
         last = self.count - 1
-        if slot != last:
-            self.move_row(last, slot)
+        self.swap(slot, last)
         for each in (self.lengths, self.prompts, self.memories):
             each.pop()
         return last
-
-    def move_row(self, source: int, slot: int) -> None:
-        """Copy the row in ``source`` to ``slot``, which is overwritten."""
-        self.fork(source, slot, self.lengths[source])
-        rows: tuple[list[Any], ...] = (self.lengths, self.prompts, self.memories)
-        for each in rows:
-            each[slot] = each[source]
 
     def fork(self, source: int, slot: int, length: int) -> None:
         """Copy the first ``length`` tokens in ``source`` to ``slot``; both may be unused.
@@ -170,24 +188,26 @@ class Cache:
             if self.states is not None:
                 assert length == self.lengths[source], "a recurrent state is that of the whole text"
                 self.states.copy(source, slot)
-            self.keys[:, slot, :, :length] = self.keys[:, source, :, :length]
-            self.values[:, slot, :, :length] = self.values[:, source, :, :length]
+            source, slot = self.places[source], self.places[slot]
+            self._keys[:, slot, :, :length] = self._keys[:, source, :, :length]
+            self._values[:, slot, :, :length] = self._values[:, source, :, :length]
 
     def swap(self, one: int, other: int) -> None:
-        """Let two rows change places; the shorter one is copied twice."""
+        """Let two rows change places. Where these are places in memory, the shorter one is copied twice."""
         if one == other:
             return
-        short, long = sorted((one, other), key=self.lengths.__getitem__)
-        kept, state = self.taken(short, 0, self.lengths[short]), None if self.states is None else self.states.row(short)
-        self.keys[:, short, :, : self.lengths[long]] = self.keys[:, long, :, : self.lengths[long]]
-        self.values[:, short, :, : self.lengths[long]] = self.values[:, long, :, : self.lengths[long]]
-        self.put(long, 0, *kept)
-        if self.states is not None and state is not None:
-            self.states.copy(long, short)
-            self.states.put(long, state)
-        rows: tuple[list[Any], ...] = (self.lengths, self.prompts, self.memories)
+        if not self._stays:
+            self._swap_memory(*sorted((one, other), key=self.lengths.__getitem__))
+        rows: tuple[Any, ...] = (self.lengths, self.prompts, self.memories, *([self.places] if self._stays else []))
         for each in rows:
             each[one], each[other] = each[other], each[one]
+
+    def _swap_memory(self, short: int, long: int) -> None:
+        kept, state = self.taken(short, 0, self.lengths[short]), None if self.states is None else self.states.row(short)
+        self.fork(long, short, self.lengths[long])
+        self.put(long, 0, *kept)
+        if self.states is not None and state is not None:
+            self.states.put(long, state)
 
     @property
     def token_bytes(self) -> int:
@@ -197,31 +217,37 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return self.keys.nbytes + self.values.nbytes + (0 if self.states is None else self.states.nbytes)
+        return self.rows * self.capacity * self.token_bytes + (0 if self.states is None else self.states.nbytes)
 
     def taken(self, slot: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of tokens ``start`` to ``end`` - 1 of a slot [layers, K, n, E], as stored."""
-        return self.keys[:, slot, :, start:end].clone(), self.values[:, slot, :, start:end].clone()
+        place = self.places[slot]
+        return self._keys[:, place, :, start:end].clone(), self._values[:, place, :, start:end].clone()
 
     def put(self, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values as ``taken`` returns them, from token ``start`` of a slot on."""
-        end = start + keys.shape[2]
-        self.keys[:, slot, :, start:end], self.values[:, slot, :, start:end] = keys, values
+        end, place = start + keys.shape[2], self.places[slot]
+        self._keys[:, place, :, start:end], self._values[:, place, :, start:end] = keys, values
 
     def resized(self, rows: int, capacity: int, *, kept: Mapping[int, int] | None = None) -> Cache:
-        """A cache of another size with the rows in use.
+        """A cache of another size with the rows in use; this one itself where addresses for more rows are reserved.
 
         kept  by free slot, how many tokens of its contents are copied too
 
         Raises OutOfMemoryError if memory does not suffice; this cache stays as it is.
         """
-        same: Any = {"dtype": self.dtype, "device": self.keys.device, "kernels": self._kernels}
+        if capacity == self.capacity and self.rows <= rows <= len(self.places) and self._stays:
+            self._require(rows - self.rows)
+            self.rows = rows
+            return self
+        same: Any = {"dtype": self.dtype, "device": self._device, "kernels": self._kernels}
         made = Cache(self.config, rows=rows, capacity=capacity, quantized=self.quantized, **same)
         assert self.count <= rows
         spans = dict(enumerate(self.lengths)) | {slot: n for slot, n in (kept or {}).items() if slot < rows}
         for slot, span in spans.items():  # no more: pages that nobody wrote to take no memory
-            made.keys[:, slot, :, :span] = self.keys[:, slot, :, :span]
-            made.values[:, slot, :, :span] = self.values[:, slot, :, :span]
+            place = self.places[slot]
+            made._keys[:, slot, :, :span] = self._keys[:, place, :, :span]
+            made._values[:, slot, :, :span] = self._values[:, place, :, :span]
         if self.states is not None and made.states is not None:
             made.states.take(self.states, min(rows, self.rows))
         made.lengths, made.prompts, made.memories = list(self.lengths), list(self.prompts), list(self.memories)
@@ -246,31 +272,32 @@ class Cache:
         self._selections = []
         if self.states is not None:
             self.states.begin()
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._written: tuple[Tensor, Tensor] | None = None
 
     def place(self, index_BN: Tensor) -> None:
         """Set the positions that this step writes, as a tensor: a captured graph must not depend on ``lengths``."""
         slots = self._slots
-        self._places = torch.arange(slots.start, slots.stop, device=index_BN.device)[:, None], index_BN
+        rows_B = torch.arange(slots.start, slots.stop, device=index_BN.device)
+        self._written = torch.as_tensor(self._of(rows_B))[:, None], index_BN
 
     def append(self, layer: int, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
         """Write this step's keys and values of one layer after each row's committed tokens."""
         assert not self.quantized, "only the kernels write a quantised cache"
-        n, layer = k_BNKE.shape[1], self._at[layer]
+        n, layer = k_BNKE.shape[1], self._index[layer]
         slots = self._slots
-        if slots.stop - slots.start == 1 and self._places is None:
-            start = self.lengths[slots.start]
-            self.keys[layer, slots.start, :, start : start + n] = k_BNKE[0].transpose(0, 1)
-            self.values[layer, slots.start, :, start : start + n] = v_BNKE[0].transpose(0, 1)
+        if slots.stop - slots.start == 1 and self._written is None:
+            start, place = self.lengths[slots.start], self.places[slots.start]
+            self._keys[layer, place, :, start : start + n] = k_BNKE[0].transpose(0, 1)
+            self._values[layer, place, :, start : start + n] = v_BNKE[0].transpose(0, 1)
         else:
-            if self._places is None:
-                device = self.keys.device
+            if self._written is None:
+                device = self._device
                 starts = torch.tensor(self.lengths[slots], device=device)
                 self.place(starts[:, None] + torch.arange(self._width, device=device))
-            assert self._places is not None
-            rows_B1, index_BN = self._places
-            self.keys[layer][rows_B1, :, index_BN[:, :n]] = k_BNKE
-            self.values[layer][rows_B1, :, index_BN[:, :n]] = v_BNKE
+            assert self._written is not None
+            rows_B1, index_BN = self._written
+            self._keys[layer][rows_B1, :, index_BN[:, :n]] = k_BNKE
+            self._values[layer][rows_B1, :, index_BN[:, :n]] = v_BNKE
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
         """The first ``span`` keys and values [B, K, span, E] of the rows of this step."""
@@ -278,9 +305,16 @@ class Cache:
 
     def of_rows(self, layer: int, slots: slice | Tensor, span: int) -> tuple[Tensor, Tensor]:
         """The first ``span`` keys and values [B, K, span, E] of the rows in ``slots``."""
-        layer = self._at[layer]
-        keys, values = self.keys[layer, slots, :, :span], self.values[layer, slots, :, :span]
+        layer = self._index[layer]
+        slots = self._of(slots)
+        keys, values = self._keys[layer, slots, :, :span], self._values[layer, slots, :, :span]
         return (self.dequantized(keys), self.dequantized(values)) if self.quantized else (keys, values)
+
+    def _of(self, slots: slice | Tensor) -> slice | Tensor:
+        """The rows of memory that slots have."""
+        if isinstance(slots, slice) and self.places[slots] == array("q", range(slots.start, slots.stop)):
+            return slots
+        return torch.tensor(self.places)[slots] if self._stays else slots
 
     def dequantized(self, stored: Tensor) -> Tensor:
         """The keys or values [..., E] of uint8 rows [..., E + E / 8] of a quantised cache, as the kernels read them."""
@@ -307,7 +341,7 @@ class Cache:
                 self.lengths[slot] += 1
             paths = ()
         for slot, path in enumerate(paths, self._slots.start):
-            high, nodes = self.keys.shape[0], list(range(len(path)) if moved else path)
+            high, nodes = len(self._keys), list(range(len(path)) if moved else path)
             # walk the groups of layers from the top, translating node indices back through each selection
             for low, kept_Bn in reversed(self._selections):
                 self._move(low, high, slot, self.lengths[slot], nodes)
@@ -323,16 +357,17 @@ class Cache:
         if low == high or nodes == list(range(len(nodes))):
             return
         if self._kernels is not None:
-            self._kernels.move(self.keys, self.values, range(low, high), slot, start, np.asarray(nodes, np.int64))
+            move, place = self._kernels.move, self.places[slot]
+            move(self._keys, self._values, range(low, high), place, start, np.asarray(nodes, np.int64))
             return
         moved = slice(start, start + len(nodes))
-        index = torch.tensor(nodes, device=self.keys.device) + start
-        self.keys[low:high, slot, :, moved] = self.keys[low:high, slot, :, index]
-        self.values[low:high, slot, :, moved] = self.values[low:high, slot, :, index]
+        index = torch.tensor(nodes, device=self._device) + start
+        self._keys[low:high, slot, :, moved] = self._keys[low:high, slot, :, index]
+        self._values[low:high, slot, :, moved] = self._values[low:high, slot, :, index]
 
     def gather(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Move position start + nodes[i] of a row to start + i in all layers; ``nodes`` ascend."""
-        self._move(0, self.keys.shape[0], slot, start, list(nodes))
+        self._move(0, len(self._keys), slot, start, list(nodes))
 
     def rewind(self, slot: int, length: int) -> None:
         """Drop all tokens of a row after the first ``length``."""

@@ -211,23 +211,27 @@ class Stack:
             high=self._packed(layer.high),
         )
 
-    def ready(self, cache: Cache, slot: int, low: int, high: int) -> tuple[structs.Shape, structs.Layers]:
-        """Sizes and structs of layers ``low`` to ``high`` - 1 of the target, over the cache's rows from ``slot`` on."""
+    def ready(
+        self, cache: Cache, slot: int, low: int, high: int, step: StackStep
+    ) -> tuple[structs.Shape, structs.Layers, structs.RaggedBatch]:
+        """Sizes and structs of layers ``low`` to ``high`` - 1, and the step over the cache's rows from ``slot`` on."""
+        assert slot + step.native.batch <= cache.rows
+        step.native.places = cache.places.buffer_info()[0] + cache.places.itemsize * slot
         size = cache.keys.element_size()
-        key = (cache.keys.data_ptr(), cache.values.data_ptr(), slot, low, high, *cache.keys.stride())
+        key = (cache.keys.data_ptr(), cache.values.data_ptr(), low, high, *cache.keys.stride())
         if key not in self._ready:
             while len(self._ready) >= KEPT + len(self._layers):
                 del self._ready[next(iter(self._ready))]
             chosen = (structs.Layer * (high - low))(*self._layers[low - self.first : high - self.first])
-            layer_bytes, slot_bytes = cache.keys.stride(0) * size, cache.keys.stride(1) * size * slot
+            layer_bytes = cache.keys.stride(0) * size
             for index, layer in enumerate(chosen, low):
-                layer.keys = cache.keys.data_ptr() + slot_bytes + index * layer_bytes
-                layer.values = cache.values.data_ptr() + slot_bytes + index * layer_bytes
+                layer.keys = cache.keys.data_ptr() + index * layer_bytes
+                layer.values = cache.values.data_ptr() + index * layer_bytes
             shape = structs.Shape.from_buffer_copy(self._shape)
             shape.row_stride, shape.head_stride = cache.keys.stride(1), cache.keys.stride(2)
             shape.quantized_cache = cache.quantized
             self._ready[key] = shape, chosen
-        return self._ready[key]
+        return *self._ready[key], step.native
 
     def step(
         self,
@@ -276,7 +280,7 @@ class Stack:
             lengths_B.buffer_info()[0],
             None if parents_M is None else address(parents_M),
             None if angles_B is None else angles_B.buffer_info()[0],
-        )
+        )  # ``ready`` sets the places
         held = _point_to(step, sources) if self.config.encoder is not None else ()
         return StackStep(step, (lengths_B, starts, parents_M, angles_B, table, x_MD, held))
 
@@ -297,9 +301,8 @@ class Stack:
         assert x_MD.dtype == torch.float32
         assert x_MD.is_contiguous()
         assert x_MD.data_ptr() == step.native.x
-        assert slot + step.native.batch <= cache.keys.shape[1]
         if low < high:
-            self.kernels.layers(*self.ready(cache, slot, low, high), step.native)
+            self.kernels.layers(*self.ready(cache, slot, low, high, step))
 
     def through(
         self,
@@ -322,7 +325,6 @@ class Stack:
         assert self._ends is not None, "only a stack made by of_target runs whole passes"
         tokens_M, d = np.ascontiguousarray(tokens_M, np.int64), self.config.hidden_size
         assert tokens_M.shape == (step.native.nodes,)
-        assert slot + step.native.batch <= cache.keys.shape[1]
         nodes = len(tokens_M) - sum(prefill)
         require(len(prefill) in (0, step.native.batch), "{} counts of prompt tokens in a pass", len(prefill))
         hidden = torch.empty((0 if need == "keys" else nodes, d), dtype=cache.dtype)
@@ -335,8 +337,8 @@ class Stack:
         ends.chosen = None if chosen is None else address(chosen)
         prefill_B = np.array(prefill, np.int64) if any(prefill) else None
         ends.prefill = None if prefill_B is None else address(prefill_B)
-        ready = self.ready(cache, slot, 0, self.config.num_layers)
-        self.kernels.layers(*ready, step.native, ends, None if rider is None else rider.native, tapped)
+        ready = self.ready(cache, slot, 0, self.config.num_layers, step)
+        self.kernels.layers(*ready, ends, None if rider is None else rider.native, tapped)
         if rider is not None:
             nodes = sum(rider.counts)
             hidden, chosen = hidden[:nodes], None if chosen is None else chosen[:nodes]

@@ -291,7 +291,7 @@ class Attention {
   // the cached rows of this task
   CachedRows<P> rows_of(const void* cache, const void* const* sources) const {
     if (!to_source_) {
-      const int64_t offset = task_.row * s_.row_stride + task_.head * s_.head_stride;
+      const int64_t offset = plan_.place(task_.row) * s_.row_stride + task_.head * s_.head_stride;
       return {cache, offset, s_.e, s_.quantized_cache != 0};
     }
     const int64_t head = static_cast<int64_t>(l_.source) * s_.kv_heads + task_.head;

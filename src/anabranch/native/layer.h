@@ -253,7 +253,8 @@ class LayerPart {
     for (int i = first; i < last; ++i) {
       const int row = i / s_.kv_heads, head = i % s_.kv_heads, b = plan_.row[row];
       const float* keys = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + s_.heads * s_.e;
-      const int64_t at = b * s_.row_stride + head * s_.head_stride + (plan_.lengths[b] + plan_.key[row]) * s_.cached();
+      const int64_t start = plan_.place(b) * s_.row_stride + head * s_.head_stride;
+      const int64_t at = start + (plan_.lengths[b] + plan_.key[row]) * s_.cached();
       const int64_t angle = plan_.rotation_of[row] * s_.rope_dim + l_.rope_keys;
       const auto rotate_to = [&](auto* to) {
         rotate(keys, head, s_.kv_heads, l_.k_norm, s_, l_.rope_width, plan_.cos + angle, plan_.sin + angle, to);

@@ -72,12 +72,14 @@ struct RaggedBatch {
   const int64_t* lengths;  // committed tokens [B]
   const int64_t* parents;  // of each node [M], relative to its batch row; parents come first; -1: none; null: chains
   const int64_t* rotations;    // the row of cos and sin that is position 0 of each batch row [B]; null: 0
+  const int64_t* places;   // the row of the cache of each batch row [B]; null: b
   const int64_t* sizes;    // of the source of each batch row [B]; null: no layer attends to sources
   const void* const* source_keys;  // of each batch row [B]: [layers, K, size, E], of the type of rows
   const void* const* source_values;
 
   int start(int b) const { return static_cast<int>(starts[b]); }
   int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
+  int64_t place(int b) const { return places == nullptr ? b : places[b]; }
 };
 
 // Rows that ride in a pass: S streams of each node. Stream j (from 1 on) of a node is j positions after it, and attends to what

@@ -21,7 +21,7 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["forget_peak", "free_memory", "give_back", "keep_memory", "peak_memory_mb", "zeroed"]
+__all__ = ["forget_peak", "free_memory", "give_back", "keep_memory", "peak_memory_mb", "untouched_is_free", "zeroed"]
 
 CPU = torch.device("cpu")
 PAGE = 2**21  # bytes of a large page
@@ -144,6 +144,15 @@ def zeroed(size: int) -> Tensor:
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         start = -whole.data_ptr() % PAGE
         return whole[start : start + size]
+
+
+def untouched_is_free(*, root: Path = Path("/")) -> bool:
+    """Return whether memory that is allocated and not written to leaves as much for other allocations.
+
+    False where the process's addresses are limited (``ulimit -v``, ``ulimit -d``), and where the system promises no
+    more memory than it has (``vm.overcommit_memory`` 2). ``root`` is the folder of proc.
+    """
+    return not [*_of_process(root)] and _number(root / "proc/sys/vm/overcommit_memory") != 2
 
 
 def give_back() -> None:

@@ -158,7 +158,7 @@ class NativeTrail:
         entry.nodes, entry.emitted = address(node_B), address(emitted_B)
         step = self.stack.step(lengths, counts, None, cache.capacity, trailing=True, sources=cache.memories)
         states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
-        self._kernels.trail(*self.stack.ready(cache, 0, low, high), step.native, entry, states)
+        self._kernels.trail(*self.stack.ready(cache, 0, low, high, step), entry, states)
         return states
 
 
