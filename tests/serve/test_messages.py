@@ -42,6 +42,15 @@ def test_their_client_gets_the_text_of_chat(server: Server) -> None:
     assert counted.input_tokens == len(expected.prompt_ids)
 
 
+def test_their_client_lists_models(server: Server) -> None:
+    found = client(server).models.list()
+    assert [(each.id, each.type, each.display_name) for each in found.data] == [
+        (n, "model", n) for n in ("toy", "alias")
+    ]
+    assert (found.has_more, found.first_id, found.last_id) == (False, "toy", "alias")
+    assert client(server).models.retrieve("claude-any").created_at.tzinfo is not None
+
+
 def test_their_asynchronous_client(server: Server) -> None:
     async def streamed(theirs: anthropic.AsyncAnthropic) -> str:
         asked: dict[str, Any] = {"model": "claude-any", "messages": TALK, "extra_body": GREEDY}

@@ -227,6 +227,14 @@ def test_models_and_names(server: Server) -> None:
     assert embeddings.status_code == 400  # clients would try again after a 5xx
     assert "/v1/embeddings" in embeddings.json()["error"]["message"]
     assert server.client.get("/nowhere").json()["error"]["message"] == "there is no /nowhere here"
+    for path, hint in (
+        ("/chat/completions", "let the base URL end in /v1, for /v1/chat/completions"),
+        ("/v1/v1/messages", "leave one /v1 out of the base URL, for /v1/messages"),
+    ):
+        assert server.post(path).json()["error"]["message"] == f"there is no {path} here; {hint}"
+    empty = server.post(CHAT, messages=[]).json()["error"]["message"]
+    assert empty == "messages: list should have at least 1 item, not 0"
+    assert server.client.head("/health").status_code == 200
     refused = server.client.get(CHAT)
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
 

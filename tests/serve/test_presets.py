@@ -60,6 +60,10 @@ def test_llm(server: Server, keyed: Server, tmp_path: Path) -> None:
         done = subprocess.run(asked, env=env, capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done
         assert done.stdout
+        asked[5:5] = ["--schema", "n int"]
+        done = subprocess.run(asked, env=env, capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done
+        assert done.stdout.startswith(b'{"')
 
 
 def test_files_of_other_clients() -> None:

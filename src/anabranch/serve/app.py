@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
@@ -89,15 +90,27 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", first["msg"])
         return failed(RequestError(400, f"the body is not JSON: {why}"), request.url.path)
-    said = f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    kind = request.headers.get("content-type", "")
+    if place is None and "json" not in kind:  # as of ``curl -d``
+        said = f"the body must be sent with the header Content-Type: application/json, got {kind or 'none'}"
+    else:
+        said = f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}".replace(" after validation", "")
     return failed(RequestError(400, said, param=None if place is None else place.split(".")[0]), request.url.path)
+
+
+def _hint(path: str) -> str:
+    """The advice for a client whose base URL has no /v1, or two; empty for other paths."""
+    base, version, rest = path.rpartition("/v1/")
+    if base.endswith("/v1") and f"/v1/{rest}" in ENDPOINTS:
+        return f"; leave one /v1 out of the base URL, for /v1/{rest}"
+    return f"; let the base URL end in /v1, for /v1{path}" if not version and f"/v1{path}" in ENDPOINTS else ""
 
 
 async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = error.detail
     if error.status_code == 404:
-        said = f"there is no {request.url.path} here"
+        said = f"there is no {request.url.path} here{_hint(request.url.path)}"
     elif error.status_code == 405:
         said = f"{request.url.path} has no {request.method}"
     return failed(RequestError(error.status_code, str(said), headers=error.headers), request.url.path)

@@ -30,6 +30,7 @@ def _service(request: Request) -> Service:
     return service
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Status 200 while requests are served, 503 while the server shuts down or cannot decode."""
@@ -42,7 +43,9 @@ async def health(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """The model under its names, and its LoRAs."""
     service = _service(request)
-    return Json({"object": "list", "data": [service.card(name) for name in (*service.names, *service.loras)]})
+    cards = [service.card(name) for name in (*service.names, *service.loras)]
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}  # of Anthropic's form
+    return Json({"object": "list", "data": cards, **ends})
 
 
 @router.get("/v1/models/{name:path}")

@@ -99,6 +99,8 @@ ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} claude
 - model_id: served
   model_name: {model}
   api_base: {url}/v1
+  supports_schema: true
+  supports_tools: true
 with a key:   api_key_name: served # llm keys set served --value {key}
 """,
     ),

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from anabranch.api import Model
@@ -134,7 +135,7 @@ class Service:
         return self.worker.put([*call.jobs, *call.scores], deadline, key)
 
     def card(self, name: str) -> dict[str, Any]:
-        """A model as ``/v1/models`` lists it."""
+        """A model as ``/v1/models`` lists it, in OpenAI's form and in Anthropic's."""
         return {
             "id": name,
             "object": "model",
@@ -143,4 +144,7 @@ class Service:
             "root": self.model.target.name if name in self.names else name,
             "parent": None if name in self.names else self.names[0],
             "max_model_len": self.context,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self.started, timezone.utc).isoformat(),
         }
