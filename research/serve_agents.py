@@ -1,16 +1,17 @@
 """Time the turns of an agent's session whose prompt grows with each tool call, with and without prefix reuse.
 
     python research/serve_agents.py --model MODEL.gguf --out benchmarks/serve-agents-MACHINE-DATE.json
-    python research/serve_agents.py --server llama.cpp=http://127.0.0.1:8081 --forms chat --out ...
+    python research/serve_agents.py --model MODEL.gguf --server llama.cpp=http://127.0.0.1:8081 --out ...
 
 The session is recorded: in each turn the agent has read the next lines of a file of this repository, and the prompt of
 the last turn has about ``--tokens`` tokens. So all servers get the same prompts, whatever their model writes; an answer
 is greedy and ends after ``--new`` tokens at the latest. ``reuse`` is ``anabranch serve`` as it is, ``fresh`` one that
-keeps nothing of earlier prompts, ``--server`` one that runs already. They take turns.
+keeps nothing of earlier prompts, ``--server`` one that runs already, as ``llama_server.py MODEL.gguf --rows 4
+--capacity 10000``. They take turns. Since ``fresh`` reads every prompt as a whole, it gets one turn in ``--every``.
 
 responses  as Codex sends it: instructions, items of calls and their outputs, ``store`` false
 messages   as Claude Code sends it: a system line that differs in each request, blocks of tool use, ``cache_control``
-chat       chat completions, for other servers
+chat       chat completions, for servers that have neither
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import http.client
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -178,7 +180,7 @@ def _says(event: dict[str, Any]) -> bool:
 
 
 def run(args: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Any]]:
-    """All turns of all forms; the servers take turns."""
+    """The turns of all forms; the servers take turns."""
     with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
         names = {arm: client.get(f"{url}/v1/models").json()["data"][0]["id"] for arm, url in urls.items()}
 
@@ -192,6 +194,8 @@ def run(args: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Any]]:
     for form in args.forms:
         for turn in range(1, args.turns + 1):
             for arm in list(urls) if turn % 2 else list(urls)[::-1]:
+                if arm == "fresh" and turn % args.every:
+                    continue
                 path, body = FORMS[form](names[arm], calls[:turn], turn, args.new)
                 found.append({"form": form, "turn": turn, "arm": arm, **timed(urls[arm], path, body)})
                 say(json.dumps(found[-1]))
@@ -199,12 +203,17 @@ def run(args: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def summary(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of all turns, and of the last one, by form and arm."""
+    """Seconds of an arm's turns, of those among them that all arms had, and of the last one, by form and arm."""
     found: dict[str, Any] = {}
+    arms = {turn["arm"] for turn in turns}
+    had = Counter((turn["form"], turn["turn"]) for turn in turns)
     for turn in turns:
-        mine = found.setdefault(turn["form"], {}).setdefault(turn["arm"], {"seconds": 0.0, "ttft_ms": 0.0})
+        empty = {"turns": 0, "seconds": 0.0, "seconds_shared": 0.0}
+        mine = found.setdefault(turn["form"], {}).setdefault(turn["arm"], empty)
+        mine["turns"] += 1
         mine["seconds"] = round(mine["seconds"] + turn["seconds"], 3)
-        mine["ttft_ms"] = round(mine["ttft_ms"] + turn["ttft_ms"], 1)
+        if had[turn["form"], turn["turn"]] == len(arms):
+            mine["seconds_shared"] = round(mine["seconds_shared"] + turn["seconds"], 3)
         mine["last"] = {name: turn[name] for name in ("prompt_tokens", "cached_tokens", "ttft_ms", "seconds")}
     return found
 
@@ -217,6 +226,7 @@ def parse() -> argparse.Namespace:
     add("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="servers to start")
     add("--forms", nargs="+", choices=FORMS, default=["responses", "messages"], help="forms of the requests")
     add("--turns", type=int, default=20, help="of the session")
+    add("--every", type=int, default=4, help="of how many turns the arm that keeps nothing gets one, the last of them")
     add("--tokens", type=int, default=7500, help="of all results of tools together")
     add("--new", type=int, default=32, help="tokens of an answer, at most")
     result_options(parser)
@@ -225,8 +235,8 @@ def parse() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Time all turns."""
-    if args.turns < 1 or not (args.arms or args.server):
-        raise InputError("give --turns of at least 1, and an arm or a --server")
+    if args.turns < 1 or args.every < 1 or not (args.arms or args.server):
+        raise InputError("give --turns and --every of at least 1, and an arm or a --server")
     with ExitStack() as stack:
         running = {arm: stack.enter_context(started(arm, ARMS[arm], args.model)) for arm in args.arms}
         turns = run(args, running | pairs(args.server, "--server"))
