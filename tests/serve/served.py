@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from anabranch.api import Model
 from anabranch.serve.app import create_app
@@ -33,6 +34,7 @@ class Server:
     service: Service
     client: httpx.Client
     reference: Model
+    app: FastAPI
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -134,7 +136,7 @@ def serving(model: Model, settings: Settings, reference: Model, *, traces: Any =
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
         with httpx.Client(base_url=url, timeout=300, transport=httpx.HTTPTransport(retries=50)) as client:
-            yield Server(url, app.state.service, client, reference)
+            yield Server(url, app.state.service, client, reference, app)
     finally:
         server.should_exit = True
         thread.join()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import time
+from collections.abc import MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from anabranch.serve.access import LogLines
 from anabranch.serve.settings import Settings, check, keys_of
 
 COMPLETIONS = "/v1/completions"
+MESSAGE = {"messages": [{"role": "user", "content": "x"}]}
 
 
 def test_keys(tmp_path: Path) -> None:
@@ -40,6 +44,8 @@ def test_keys(tmp_path: Path) -> None:
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
+            theirs = server.client.post("/v1/messages", json={**MESSAGE, "max_tokens": 1}, headers={**headers})
+            assert (theirs.status_code, theirs.json()["error"]["type"]) == (401, "authentication_error")
         for path in ("/v1/models", "/health", "/metrics"):
             assert server.client.get(path).status_code == 200
         for path in ("/slots", "/props"):
@@ -86,13 +92,17 @@ def test_pages_of_other_names_and_origins(server: Server) -> None:
         (b"[" * 100_000, "application/json"),
         (b'{"prompt": "x", "temperature": NaN}', "application/json"),
         (b'{"prompt": "x"}', "text/plain"),
+        (b'{"prompt": "x"}', "application/x-www-form-urlencoded"),
         (b"", "application/json"),
     ],
 )
 def test_damaged_bodies(server: Server, content: bytes, kind: str) -> None:
-    response = server.client.post(COMPLETIONS, content=content, headers={"content-type": kind})
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    for path in (COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        response = server.client.post(path, content=content, headers={"content-type": kind})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["type"] == "invalid_request_error"
+        if content.endswith(b"}") and "json" not in kind:
+            assert f"Content-Type: application/json, got {kind}" in response.json()["error"]["message"]
 
 
 def test_bodies_that_are_too_large_or_too_slow() -> None:
@@ -101,11 +111,49 @@ def test_bodies_that_are_too_large_or_too_slow() -> None:
         chunks = (b"x" * 400 for _ in range(4))
         response = server.client.post(COMPLETIONS, content=chunks, headers={"content-type": "application/json"})
         assert response.status_code == 413
+        theirs = server.post("/v1/messages", **MESSAGE, max_tokens=1, metadata={"user_id": "x" * 2000})
+        assert (theirs.status_code, theirs.json()["error"]["type"]) == (413, "request_too_large")
     with running(replace(SETTINGS, body_seconds=0.2)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=300) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
             assert b" 408 " in slow.recv(4096).split(b"\r\n")[0]
+
+
+def test_connections_that_send_slowly_hold_up_nobody() -> None:
+    """Forty clients stop in the middle of a header or a body: those with a body get their error, the others wait."""
+    with running(replace(SETTINGS, rows=2, body_seconds=0.5)) as server, ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        half = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Le"
+        slow = [stack.enter_context(socket.create_connection((host, int(port)), timeout=300)) for _ in range(40)]
+        for number, connection in enumerate(slow):
+            connection.sendall((half if number % 2 else half + 'ngth: 50\r\n\r\n{"prompt": ').encode())
+        assert server.ask(COMPLETIONS, prompt="the", max_tokens=9, temperature=0)["choices"][0]["text"] == (
+            server.reference.generate("the", max_new_tokens=9).text
+        )
+        assert all(b" 408 " in connection.recv(4096).split(b"\r\n")[0] for connection in slow[::2])
+
+
+def test_a_client_that_reads_nothing_is_dropped() -> None:
+    """Its connection takes no more bytes: after ``send_seconds`` its row is free."""
+    with running(replace(SETTINGS, send_seconds=0.2), drafter="none") as server:
+        body = {"prompt": "the", "max_tokens": 80, "ignore_eos": True, "stream": True}
+        given: list[dict[str, Any]] = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            return given.pop() if given else await asyncio.Future[dict[str, Any]]()
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Future()
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": headers}
+        scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
+        loop = server.service.worker._loop
+        asyncio.run_coroutine_threadsafe(server.app(scope, receive, send), loop)
+        until(lambda: server.service.worker.jobs)
+        until(lambda: not server.service.worker.jobs)
 
 
 def test_a_full_queue_refuses_and_takes_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from pydantic import ValidationError
 from served import SETTINGS, Gate, Server, running, until
 
+from anabranch.decoding import prefix_files
 from anabranch.decoding.batch import Member
 from anabranch.decoding.engine import Engine, Step
 from anabranch.serve.chat import ChatBody
@@ -164,6 +166,41 @@ def test_a_prompt_of_a_million_tokens_disturbs_nobody() -> None:
             assert "the prompt has 1000000 tokens" in response.text
         for number, other in zip(numbers, others, strict=True):
             assert other.result()["choices"][0]["text"] == expected(server, number)
+
+
+GRAMMARS: dict[str, tuple[dict[str, Any], str]] = {
+    "matches nothing": ({"guided_regex": r"a[^\s\S]b"}, "matches no text"),
+    "refers to itself alone": ({"guided_json": {"$ref": "#"}}, "matches no text"),
+    "cannot be fulfilled": ({"guided_json": {"type": "string", "minLength": 5, "maxLength": 2}}, "not supported"),
+    "has an unknown rule": ({"guided_grammar": "start: other"}, "unknown name"),
+    "is too long": ({"guided_json": {"enum": ["a long value" * 9] * 9_000}}, "give at most"),
+    "never ends": ({"guided_grammar": 'start: again\nagain: "x" again'}, "too complex"),
+    "has too many rules": ({"guided_grammar": "start: " + "(a|b)? " * 5_000 + '\na: "a"\nb: "b"'}, "too complex"),
+}
+LONG = ("never ends", "has too many rules")  # that are built for seconds
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) if n in LONG else n for n in GRAMMARS])
+def test_a_grammar_that_fails_disturbs_nobody(server: Server, name: str) -> None:
+    """It gets one sentence as its error, and the clients beside it their own texts."""
+    fields, said = GRAMMARS[name]
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(server.ask, COMPLETIONS, **asked(number)) for number in (3, 4)]
+        refused = server.post(COMPLETIONS, prompt="the", max_tokens=6, temperature=0, **fields)
+        assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True), refused.text
+        for number, other in zip((3, 4), others, strict=True):
+            assert other.result()["choices"][0]["text"] == expected(server, number)
+
+
+def test_a_full_disk_for_kept_texts_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(prefix_files, "write_atomically", full)
+    with running(replace(SETTINGS, prefix_disk=16, prefix_folder=tmp_path)) as server, ThreadPoolExecutor(4) as pool:
+        texts = pool.map(lambda number: server.ask(COMPLETIONS, **asked(number)), [*range(4), *range(4)])
+        assert [text["choices"][0]["text"] for text in texts] == [expected(server, n) for n in range(4)] * 2
+    assert not [*tmp_path.rglob("*.safetensors")]
 
 
 def test_clients_wait_where_memory_is_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
