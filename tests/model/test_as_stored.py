@@ -38,7 +38,8 @@ from verbs import Anabranch
 KINDS = sorted(STORED_TYPES)
 IDS = list(range(3, 43))
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
-pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels")
+needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels")
+pytestmark = needs_kernels
 Kinds = Callable[[str], str]
 
 
