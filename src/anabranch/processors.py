@@ -1,6 +1,7 @@
 """Logits processors of the options that change scores by the tokens so far (``declared.ScoreKeywords``).
 
-Each equals the logits processor of transformers of that name: a function (tokens so far, logits [V]) -> logits [V].
+Each equals the logits processor of transformers of that name: a function (tokens so far, logits [V]) -> logits [V],
+which may write into its argument, a copy (``sampling.process_logits``).
 
 Legend: V vocabulary, L tokens so far.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -154,8 +155,10 @@ def _forbid_repeats(size: int, text: Ids | None, tokens: Sequence[int], logits_V
 
 
 def _forbid(ids: Ids, first: int, last: float, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
-    """Forbid token ids while there are at least ``first`` and fewer than ``last`` tokens."""
-    return _without(logits_V, ids) if first <= len(tokens) < last else logits_V
+    """Forbid token ids while there are at least ``first`` and fewer than ``last`` tokens, in place."""
+    if first <= len(tokens) < last:
+        logits_V.index_fill_(0, _indices(ids, logits_V.device), -math.inf)
+    return logits_V
 
 
 def _force(ids: Ids, length: int, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
@@ -185,3 +188,9 @@ def _remove_invalid(tokens: Sequence[int], logits_V: Tensor) -> Tensor:
 
 def _without(logits_V: Tensor, ids: Sequence[int]) -> Tensor:
     return logits_V.index_fill(0, torch.tensor(ids, device=logits_V.device), -math.inf) if ids else logits_V
+
+
+@lru_cache(maxsize=64)
+def _indices(ids: Ids, device: torch.device) -> Tensor:
+    """Token ids as a tensor, which takes longer to make than the logits of 90 tokens to fill."""
+    return torch.tensor(ids, device=device)

@@ -41,6 +41,21 @@ def test_the_rules_are_those_of_transformers(vocabulary: Vocabulary, text: list[
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("lead", [-9.0, -8.0, -7.0, -4.0, -1.0, 0.0, 1.0])
+def test_timestamps_prevail_as_in_transformers(vocabulary: Vocabulary, lead: float) -> None:
+    """With the largest logit of a timestamp so far above that of text; all 1,501 together have up to 7.3 more."""
+    first = vocabulary.first_timestamp
+    config = GenerationConfig(no_timestamps_token_id=vocabulary.no_timestamps, eos_token_id=vocabulary.end)
+    for spread in (0.0, 0.3, 30.0):
+        logits = torch.full((first + 1501,), -50.0)
+        logits[ord("a")], logits[first:] = 2.0, 2.0 + lead - torch.linspace(0, spread, 1501)
+        tokens = [*PROMPT, ord("b"), ord("a")]
+        theirs = WhisperTimeStampLogitsProcessor(config, begin_index=len(PROMPT))
+        expected = theirs(torch.tensor([tokens]), logits[None])[0]
+        found = timestamp_rules(vocabulary, len(PROMPT))(tokens, logits.clone())
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_confidence_adds_up_what_the_processors_before_it_left() -> None:
     confidence, draw = Confidence(), torch.Generator().manual_seed(0)
     prompt, new, expected = [1, 2], [4, 0, 3], 0.0
@@ -50,6 +65,14 @@ def test_confidence_adds_up_what_the_processors_before_it_left() -> None:
         assert confidence([*prompt, *new[:place]], logits) is logits
         expected += float(logits.log_softmax(0)[token])
     assert confidence.total(prompt, new) == pytest.approx(expected, abs=1e-5)
+
+
+def test_confidence_counts_what_many_improbable_tokens_have_together() -> None:
+    confidence, logits = Confidence(), torch.full((50_000,), -20.0)
+    logits[7] = 0.0
+    confidence([1], logits)
+    expected = -math.log1p(49_999 * math.exp(-20.0))  # 1.0e-4
+    assert confidence.total([1], [7]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_special_tokens_are_found_by_their_names(vocabulary: Vocabulary, oracle: tuple[Any, Any]) -> None:

@@ -49,11 +49,12 @@ void top_log_softmax(const float* z, int width, float rest, int best, float* val
   const F32x16 highest = broadcast(reduce_max(of_lanes));
   // the largest score of each lane is at least the smallest of these, so at least 16 scores reach this threshold
   float threshold = best > 16 ? -INFINITY : std::nextafter(-reduce_max(zero() - of_lanes), -INFINITY);
-  F32x16 total = zero();
+  F32x16 total = zero(), part = zero();  // a single sum would lose what many improbable tokens add to a probable one
   int have = 0;
   for (i = 0; i < width; i += 16) {
     const F32x16 v = masked_load(z + i, width - i, low);
-    total = total + keep_first(width - i, exp(v - highest));
+    part = part + keep_first(width - i, exp(v - highest));
+    if (i % 1024 == 1008) total = total + part, part = zero();
     uint32_t candidates = threshold == -INFINITY ? first_lanes(width - i) : greater(v, broadcast(threshold));
     for (; candidates != 0; candidates &= candidates - 1) {
       const int at = i + __builtin_ctz(candidates);
@@ -62,7 +63,7 @@ void top_log_softmax(const float* z, int width, float rest, int best, float* val
       if (have == best) threshold = values[best - 1];
     }
   }
-  const float scale = std::log(reduce_sum(total) + std::exp(rest - first_lane(highest))) + first_lane(highest);
+  const float scale = std::log(reduce_sum(total + part) + std::exp(rest - first_lane(highest))) + first_lane(highest);
   if (have < best || !std::isfinite(scale)) return top_finite(z, width, rest, best, values, places);
   for (i = 0; i < best; ++i) values[i] -= scale;
 }
