@@ -83,12 +83,13 @@ def decoded_states(pair: Pair, adapter: StreamAdapter, read: list[Source], texts
     return states
 
 
+@pytest.mark.parametrize("width", [PLAIN.root_width, 32])  # the kernels begin streams where it is a multiple of 32
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_and_decoding_compute_the_same_streams(family: str, make: type[Pair]) -> None:
+def test_training_and_decoding_compute_the_same_streams(family: str, make: type[Pair], width: int) -> None:
     """Over ragged sources and texts; the source matters, and each row has its own."""
     pair, plain = make(family), Pair(family, **({} if make is Pair else make(family).fields))
-    adapter = adapter_of(plain.decoder)
+    adapter = adapter_of(plain.decoder, replace(PLAIN, root_width=width))
     texts = [pair.text(length, seed=length) for length in (7, 3, 12)]
     read = sources(pair)
     examples = [Example((text[0],), tuple(text[1:]), encoded=source) for text, source in zip(texts, read, strict=True)]
@@ -97,6 +98,10 @@ def test_training_and_decoding_compute_the_same_streams(family: str, make: type[
         at = torch.tensor([[len(text) - 2] for text in texts])
         trained = objective.states(objective.freeze(batch), batch.tokens_BT, at)[:, 0]
     found = decoded_states(pair, adapter, read, texts)
+    if make is not Pair:
+        trail = StreamDrafter(pair.decoder, adapter).native
+        assert trail is not None
+        assert (trail._entry is not None) == (width == 32)
     for ours, theirs in zip(found, trained, strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-3, atol=1e-3 * float(theirs.std()))
     swapped = decoded_states(pair, adapter, read[::-1], texts)

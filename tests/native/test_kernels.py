@@ -412,8 +412,11 @@ def trailed_in_pytorch(target: Decoder, adapter: StreamAdapter, text: list[int],
     return found[0, 0]
 
 
-@pytest.mark.parametrize("shape", ADAPTERS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "sliding window (mistral)"])
+TRAILED = [(name, shape) for name in ("llama", "sliding window (mistral)") for shape in ADAPTERS]
+TRAILED += [(name, {"root_width": 32}) for name in ("learned positions (gpt2)", "parallel (phi)")]
+
+
+@pytest.mark.parametrize(("name", "shape"), TRAILED, ids=str)
 def test_streams_trail_as_in_pytorch(name: str, shape: dict[str, object]) -> None:
     """The kernels compute the streams that PyTorch computes in float32 from the same weights."""
     model = decoder(CASES[name])

@@ -30,7 +30,7 @@ from anabranch.native import library as native
 from anabranch.native import structs
 from anabranch.native.arguments import address, require
 
-__all__ = ["LayerWeights", "Stack", "StackStep", "norm_weight"]
+__all__ = ["LayerWeights", "Stack", "StackStep", "norm_bias", "norm_weight"]
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # as in plan.h
 _WIRINGS = {"sequential": 0, "parallel": 1, "parallel_two_norms": 1, "post": 2}

@@ -19,14 +19,14 @@ from anabranch.drafting.head import DraftHead
 from anabranch.methods.streams.adapter import RootTerm, StreamLayer, StreamModule
 from anabranch.methods.streams.kernels import StreamKernels, TrailEntry
 from anabranch.methods.terms import LowRank
-from anabranch.model.blocks import Block
+from anabranch.model.blocks import Block, Norm
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear, table_of
 from anabranch.model.pack import packed_like, read_bytes
 from anabranch.model.riding import NativeRider, Side, Term
-from anabranch.model.stack import LayerWeights, Stack, norm_weight
+from anabranch.model.stack import LayerWeights, Stack, norm_bias, norm_weight
 from anabranch.native.arguments import BLOCK, address
 from anabranch.native.library import MAX_EMBEDDING_WIDTH
 from anabranch.support.memory import give_back
@@ -69,8 +69,7 @@ class _TrailWeights:
     def _begin(target: Decoder, adapter: StreamModule, layer: LayerWeights) -> tuple[TrailEntry | None, list[object]]:
         """The computation of initial stream states, if the kernels support it, and the objects it points to."""
         root, places, width = adapter.root, adapter.embeddings, target.config.hidden_size
-        rms = target.config.norm == "rms"
-        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH or not rms:
+        if root is None or places is None or adapter.init is not None or width > MAX_EMBEDDING_WIDTH:
             return None, []
         inputs, up = root.packed["inputs"], root.packed["up"]
         assert isinstance(inputs, NativeLinear)
@@ -80,7 +79,9 @@ class _TrailWeights:
         if not alike or inputs.out_features % BLOCK:
             return None, []
         streams, hidden = (x.detach().float().contiguous() for x in (places, root.streams))
-        norm = norm_weight(target.norm).contiguous()
+        last = target.norm if isinstance(target.norm, Norm) else None
+        norm = None if last is None else norm_weight(last).contiguous()
+        bias = None if last is None else norm_bias(last)
         entry = TrailEntry(
             embedding=table_of(target),
             inputs=inputs.packed,
@@ -88,9 +89,10 @@ class _TrailWeights:
             streams_count=len(places),
             streams=streams.data_ptr(),
             hidden=hidden.data_ptr(),
-            norm=norm.data_ptr(),
+            norm=None if norm is None else norm.data_ptr(),
+            norm_bias=None if bias is None else bias.data_ptr(),
         )
-        return entry, [target.embedding, inputs, up, streams, hidden, norm]
+        return entry, [target.embedding, inputs, up, streams, hidden, norm, bias]
 
 
 class NativeTrail:

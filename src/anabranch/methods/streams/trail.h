@@ -17,7 +17,7 @@ struct TrailEntry {
   const int64_t* emitted;          // the token emitted at each of these nodes [B]
   Packed inputs, up;
   const float *streams, *hidden;   // p [S, D], h [S, inner]
-  const float* norm;               // the last norm [D]
+  const float *norm, *norm_bias;   // the last norm [D]; null: none
 };
 
 // memory of trailing streams, kept with the runner
@@ -107,7 +107,7 @@ void trail(Runner& runner, const Shape& s, const Layer* layers, int count, const
   runner.pool.run([&](int thread) {
     start.run(thread);
     run_layers<T>(runner, s, layers, 0, count, pass, nullptr, Taps{}, true, thread);
-    norm_rows(runner.pool, pass.plan.x, pass.plan.nodes, s, entry.norm, nullptr, states, thread);
+    norm_rows(runner.pool, pass.plan.x, pass.plan.nodes, s, entry.norm, entry.norm_bias, states, thread);
   });
 }
 
@@ -115,7 +115,7 @@ void trail(Runner& runner, const Shape& s, const Layer* layers, int count, const
 
 void check(int kind, const Shape& s, const RaggedBatch& batch, const TrailEntry& entry) {
   require(entry.main != nullptr && entry.nodes != nullptr && entry.emitted != nullptr && entry.streams != nullptr &&
-              entry.hidden != nullptr && entry.norm != nullptr,
+              entry.hidden != nullptr,
           "a pointer of streams is null");
   require(s.d <= MAX_EMBEDDING_WIDTH, "the model is too wide for streams");
   check(entry.embedding, s.d);
