@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,18 @@ def test_what_does_not_fit_is_refused(folders: Folders, model: Model) -> None:
         Engine(decoder_only.target.decoder).add(Request([1], source=Source([5])))
     with pytest.raises(InputError, match="this model reads a source and writes a text about it; give the request"):
         Engine(model.target.decoder).add(Request([0]))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(folders: Folders, model: Model, tmp_path: Path) -> None:
+    """One of the target's kind for its tokens; of another kind, what it reads is said first."""
+    for name, folder in (("other", folders.draft), ("alone", folders.alone)):
+        shutil.copytree(folder, tmp_path / name)
+        text = (tmp_path / name / "tokenizer.json").read_text()
+        (tmp_path / name / "tokenizer.json").write_text(text.replace('"w7"', '"v7"'))
+    with pytest.raises(CapabilityError, match="another vocabulary than the target: token id 7 is 'w7' and 'v7'; use a"):
+        model.generate(SOURCES[0], drafter=f"draft_model:model={tmp_path / 'other'}")
+    with pytest.raises(CapabilityError, match="the draft model reads no source and the target reads a source text"):
+        model.generate(SOURCES[0], drafter=f"draft_model:model={tmp_path / 'alone'}")
 
 
 def test_the_command_line_takes_the_source(

@@ -29,10 +29,12 @@ from anabranch.speech.options import checked
 from anabranch.speech.transcripts import Transcript, cut_at_pauses
 from anabranch.speech.vocabulary import Vocabulary
 from anabranch.speech.windows import Hypothesis, Windows, segments_of
-from toy_text import toy_model
+from toy_text import ToyFolders, toy_model
 
 Sounds = list[NDArray[np.float32]]
 GREEDY: Any = {"temperature": 0.0, "language": "en"}
+SILENCE = [np.zeros(16_000, np.float32), np.ones(16_000, np.float32), np.zeros(1, np.float32)]
+SILENCE += [np.random.default_rng(0).uniform(-1, 1, 16_000).astype(np.float32)]  # noise as loud as there is
 FALLBACK: Any = {"temperature": (0.0, 0.8)}
 
 
@@ -193,8 +195,8 @@ def test_improbable_text_where_nothing_is_said_is_left_out(model: Model, sounds:
     assert silent.stats.tokens > 0
 
 
-@pytest.mark.parametrize("sound", [np.zeros(16_000, np.float32), np.ones(16_000, np.float32), np.zeros(1, np.float32)])
-def test_silence_is_decoded_without_error(model: Model, sound: NDArray[np.float32]) -> None:
+@pytest.mark.parametrize("sound", SILENCE)
+def test_silence_and_noise_are_decoded_without_error(model: Model, sound: NDArray[np.float32]) -> None:
     found = model.transcribe(sound, **FALLBACK)
     assert found.duration == len(sound) / 16_000
     assert all(0 <= segment.start < segment.end <= 3 for segment in found.segments)
@@ -300,11 +302,19 @@ def test_one_bad_file_of_several_is_one_sentence_before_anything_is_decoded(
     assert not model.scheduler.busy
 
 
-def test_models_of_text_do_not_transcribe_and_whisper_does_not_chat(model: Model, sounds: Sounds) -> None:
+def test_models_of_text_do_not_transcribe_and_whisper_does_not_chat(
+    model: Model, sounds: Sounds, folder: Path, toys: ToyFolders
+) -> None:
     with pytest.raises(CapabilityError, match="toy reads text, and only Whisper models transcribe"):
         toy_model().transcribe(sounds[0])
     with pytest.raises(AnabranchError):
         model.chat([{"role": "user", "content": "hello"}])
+    with pytest.raises(CapabilityError, match="the draft model reads no source and the target reads sound in 16 mel"):
+        model.transcribe(sounds[0], drafter=f"draft_model:model={toys.model}")
+    with pytest.raises(
+        CapabilityError, match="the draft model reads sound in 16 mel bins and the target reads no sour"
+    ):
+        toy_model().generate("hello", drafter=f"draft_model:model={folder}")
 
 
 def test_closing_the_generator_ends_all_sounds(model: Model, sounds: Sounds) -> None:

@@ -21,8 +21,8 @@ from anabranch.drafting.grow import product_size
 from anabranch.drafting.reader import Continuations, Reader
 from anabranch.drafting.settings import MOST_NODES, TreeSettings
 from anabranch.errors import CapabilityError, InputError
+from anabranch.methods.draft_model.load import check_sides
 from anabranch.model.cache import Cache
-from anabranch.model.config import EncoderConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Memory, Source
 from anabranch.model.inputs import Inputs
@@ -168,7 +168,7 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
                 f"a {model.config.family} model cannot be a draft model: its recurrent state cannot go back to where "
                 "the target left its draft; use a draft model without recurrent layers"
             )
-        _check_sides(target, model)
+        check_sides(target, model)
         super().__init__(target, DraftReader(model), settings, settings.deepest)
         if self.depth >= model.config.max_positions:
             raise CapabilityError(
@@ -226,18 +226,3 @@ class DraftModelDrafter(AutoregressiveDrafter[DraftReader]):
         for known, nodes, _ in matching:
             part = slice(first, first := first + len(nodes))
             self._know_best(known, nodes, tokens[part], log_probs[part])
-
-
-def _check_sides(target: Decoder, model: Decoder) -> None:
-    """Raise CapabilityError for a draft model that reads other things than the target."""
-    reads = [_reading(encoder) for encoder in (target.config.encoder, model.config.encoder)]
-    if reads[0] != reads[1]:
-        raise CapabilityError(
-            f"the draft model reads {reads[1]} and the target reads {reads[0]}; use a draft model of the target's kind"
-        )
-
-
-def _reading(encoder: EncoderConfig | None) -> str:
-    if encoder is None:
-        return "no source"
-    return f"{encoder.channels} channels of features" if encoder.channels else "a source text"

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from anabranch.errors import CapabilityError
+from anabranch.model.config import EncoderConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target, locate, tokenizer_of
 from anabranch.model.native_linear import NativeLinear
@@ -28,7 +29,8 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "auto") -> Decoder
     """The draft model of a name in the target's type, on its device, packed where the target is.
 
     ``name`` is whatever ``anabranch.load`` takes. Drafters of one draft model share it. Raises what loading a target
-    raises, and CapabilityError where the vocabularies differ by more than padding.
+    raises, and CapabilityError where it reads other things than the target, or the vocabularies differ by more than
+    padding.
     """
     check_quantization(quantize)
     path = locate(name).resolve()
@@ -45,6 +47,7 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "auto") -> Decoder
         if packed:
             pack_decoder(model)
         _loaded[key] = model
+    check_sides(target, model)  # whose sentence says more than that about the vocabularies
     theirs, own = tokenizer_of(target), tokenizer_of(model)
     if theirs is not None and own is not None:
         check_vocabulary(theirs.get_vocab(), own.get_vocab(), name)
@@ -88,3 +91,18 @@ def check_vocabulary(target: Mapping[str, int], draft: Mapping[str, int], name: 
 
 def _told(words: Mapping[int, str], number: int) -> str:
     return ascii(words[number]) if number in words else "no token"
+
+
+def check_sides(target: Decoder, model: Decoder) -> None:
+    """Raise CapabilityError for a draft model that reads other things than the target."""
+    reads = [_reading(encoder) for encoder in (target.config.encoder, model.config.encoder)]
+    if reads[0] != reads[1]:
+        raise CapabilityError(
+            f"the draft model reads {reads[1]} and the target reads {reads[0]}; use a draft model of the target's kind"
+        )
+
+
+def _reading(encoder: EncoderConfig | None) -> str:
+    if encoder is None:
+        return "no source"
+    return f"sound in {encoder.channels} mel bins" if encoder.channels else "a source text"
