@@ -48,6 +48,7 @@ def test_a_request_of_codex(caller: Server) -> None:
     assert found["incomplete_details"] == {"reason": "max_output_tokens"}
     (message,) = found["output"]
     assert message["content"][0]["text"] == expected.text
+    assert message["status"] == "incomplete"
     assert found["usage"]["input_tokens"] == len(expected.prompt_ids)
 
     events = caller.events(RESPONSES, **body)
@@ -59,6 +60,7 @@ def test_a_request_of_codex(caller: Server) -> None:
     assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert events[-1][1]["response"]["output"][0]["content"] == message["content"]
+    assert events[-2][1]["item"]["status"] == "incomplete"
 
 
 def test_calls_and_their_outputs(caller: Server, speaking: Any) -> None:

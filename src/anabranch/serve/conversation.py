@@ -11,6 +11,7 @@ from anabranch.serve.failures import RequestError
 
 __all__ = ["described_tools", "joined_text", "template_messages", "tools_of"]
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXTS = ("text", "input_text", "output_text", "refusal")
 # for templates without tools: the form in which Hermes and Qwen2.5 were trained
 PREAMBLE = (
@@ -51,8 +52,12 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     made: list[dict[str, Any]] = []
     for message in messages:
         role = message.get("role")
-        if not isinstance(role, str):
-            raise RequestError(400, f"a message must have a role, got {dict(message)!r}", param="messages")
+        if role not in ROLES:
+            raise RequestError(
+                400, f"the role of a message must be one of {', '.join(ROLES)}, got {role!r}", param="messages"
+            )
+        if role == "user" and message.get("content") is None:
+            raise RequestError(400, "a message of the user must have a content", param="messages")
         one: dict[str, Any] = {
             "role": {"developer": "system", "function": "tool"}.get(role, role),
             "content": joined_text(message.get("content")),

@@ -159,7 +159,7 @@ class _Written:
         return self._state(
             "incomplete" if cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            output=[self._item(block, "completed") for block in self.blocks.all],
+            output=[self._item(block, self._status(block, result)) for block in self.blocks.all],
             usage={
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
@@ -170,10 +170,15 @@ class _Written:
             metrics=speculation(self.call),
         )
 
+    def _status(self, block: Block, result: Generation | None) -> str:
+        """The status of an item that has ended: the last one of an answer that was cut is incomplete."""
+        cut = result is not None and result.finish_reason == "length" and block is self.blocks.all[-1]
+        return "incomplete" if cut else "completed"
+
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         while len(self._ids) <= block.index:
             self._ids.append(uuid.uuid4().hex)
-        key, done = self._ids[block.index], status == "completed"
+        key, done = self._ids[block.index], status != "in_progress"
         if block.name is not None:
             call = {"call_id": block.id, "name": block.name, "arguments": block.text if done else ""}
             return {"id": f"fc_{key}", "type": "function_call", "status": status, **call}
@@ -201,7 +206,7 @@ class _Written:
                     if chunk.result is None:
                         continue
                     for change in (*self.blocks.feed(self.reader.finish()), *self.blocks.finish()):
-                        for made in self._changed(change):
+                        for made in self._changed(change, chunk.result):
                             yield made
                     ended = self._ended(chunk.result)
                     yield self._event(f"response.{ended['status']}", response=ended)
@@ -210,9 +215,9 @@ class _Written:
             said = {"code": failure.code or in_form(failure, PATH)["error"]["type"], "message": str(failure)}
             yield self._event("response.failed", response=self._state("failed", error=said))
 
-    def _changed(self, change: Change) -> Iterator[ServerSentEvent]:
+    def _changed(self, change: Change, result: Generation | None = None) -> Iterator[ServerSentEvent]:
         block, index = change.block, change.block.index
-        item = self._item(block, "completed" if change.kind == "close" else "in_progress")
+        item = self._item(block, self._status(block, result) if change.kind == "close" else "in_progress")
         place = {"item_id": item["id"], "output_index": index}
         within = {**place, "content_index": 0}
         if change.kind == "open":
