@@ -87,13 +87,13 @@ std::vector<float> results(int kind, void* runner, int quantized_cache) {
   const int64_t cached = quantized_cache ? E + E / 8 : E;
   shape.quantized_cache = quantized_cache, shape.row_stride = KV * CAPACITY * cached, shape.head_stride = CAPACITY * cached;
   const int64_t starts[] = {0, 2, 2, ROWS}, lengths[] = {7, 0, 20}, parents[] = {-1, 0, -1, 0, 0};
-  const int64_t source_sizes[] = {5, 0, 70};
+  const int64_t source_sizes[] = {5, 0, 70}, cache_rows[] = {2, 0, 1};
   const auto wide_source = drawn<float>(LAYERS * KV * 70 * E);
   const auto narrow_source = drawn<bf16>(LAYERS * KV * 70 * E);
   const void* source = floats ? static_cast<const void*>(wide_source.data()) : narrow_source.data();
   const void* const sources[] = {source, nullptr, source};
   const RaggedBatch batch{BATCH, ROWS, 0, 0, CAPACITY, 0, x.data(), angles.data(), angles.data(), starts, lengths, parents,
-                          nullptr, source_sizes, sources, sources};
+                          nullptr, cache_rows, source_sizes, sources, sources};
   expect(anabranch_layers(kind, runner, &shape, layers, LAYERS, &batch, nullptr, nullptr, nullptr) == DONE, "layers");
   found = x;
 
