@@ -132,9 +132,9 @@ def targets_table() -> list[str]:
         "",
         *_wrapped(
             "The newest run of each target beside llama.cpp, greedy, one prompt at a time; ratios of tokens/s in total "
-            "include the reading of prompts. That reading takes as long with drafts as without: its share of the whole "
-            "time and the ratio of the decoding steps alone stand beside. llama.cpp decodes the same file, in the "
-            "faster of its builds that were measured."
+            "include the reading of prompts, which drafts do not shorten. The table therefore also gives the ratio for "
+            "the decoding steps alone, and the share of the total time that goes to prompts. llama.cpp decodes the "
+            "same file, in the faster of the builds that were measured."
         ),
         *table(titles, rows, left=3),
     ]

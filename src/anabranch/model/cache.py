@@ -102,7 +102,7 @@ class Cache:
         kernels: native.Library | None = None,
         quantized: bool = False,
     ) -> None:
-        self.config, self.rows, self.dtype, self.quantized = config, rows, dtype, quantized
+        self.config, self.dtype, self.quantized = config, dtype, quantized
         self.capacity, self._device, self._kernels = capacity, device, kernels
         self._require(rows)
         width, stored = _stored(config, dtype, quantized=quantized)
@@ -114,6 +114,7 @@ class Cache:
             self._keys, self._values = (_zeros(shape, stored, device, kernels).transpose(0, 1) for _ in range(2))
         except (RuntimeError, OutOfMemoryError) as error:  # of PyTorch (on a GPU too), of ``zeroed``
             raise self._short(rows, "more than is") from error
+        self._use(rows)
         self.places = array("q", range(reserved))
         self._index = {layer: index for index, layer in enumerate(config.kv_layers)}
         recurrent = config.recurrent
@@ -130,15 +131,9 @@ class Cache:
         """Rows in use."""
         return len(self.lengths)
 
-    @property
-    def keys(self) -> Tensor:
-        """The keys of all rows of memory [layers, rows, K, C, E]."""
-        return self._keys[:, : self.rows]
-
-    @property
-    def values(self) -> Tensor:
-        """The values of all rows of memory, as the keys."""
-        return self._values[:, : self.rows]
+    def _use(self, rows: int) -> None:
+        """Let ``keys`` and ``values`` be those of so many rows of memory, of which more may be reserved."""
+        self.rows, self.keys, self.values = rows, self._keys[:, :rows], self._values[:, :rows]
 
     def _require(self, rows: int) -> None:
         """Raise OutOfMemoryError where memory does not suffice for so many more rows."""
@@ -238,7 +233,7 @@ class Cache:
         """
         if capacity == self.capacity and self.rows <= rows <= len(self.places) and self._stays:
             self._require(rows - self.rows)
-            self.rows = rows
+            self._use(rows)
             return self
         same: Any = {"dtype": self.dtype, "device": self._device, "kernels": self._kernels}
         made = Cache(self.config, rows=rows, capacity=capacity, quantized=self.quantized, **same)
