@@ -51,7 +51,6 @@ class Kind:
 
 KINDS = (
     Kind("streams", {1: 0.01, 2: 0.25}, 0.02, {1: 0.1, 2: 0.62}, Traits("some")),
-    Kind("streams, lead", {1: 0.01, 2: 0.25, 3: 1.3}, 0.02, {1: 0.1, 2: 0.62, 3: 0.75}, Traits("some", lead_rows=1)),
     Kind("eagle", {2: 1.2}, 0.05, {2: 0.65}, Traits()),
 )
 

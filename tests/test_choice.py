@@ -52,8 +52,11 @@ def trained(target: Decoder) -> list[TrainedModule]:
     return [small_adapter(target), *(module.eval().requires_grad_(False) for module in made)]
 
 
-def controller(target: Decoder, choice: Choice | None = None) -> Controller:
-    return Controller(Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0)))), ragged=target.ragged, choice=choice)
+def controller(
+    target: Decoder, choice: Choice | None = None, cards: Mapping[str, Mapping[int, float]] | None = None
+) -> Controller:
+    costs = Costs(PassCosts(StepCosts((1, 512), (10.0, 10.0))))
+    return Controller(costs, ragged=target.ragged, choice=choice, cards=cards)
 
 
 # -- what is chosen -------------------------------------------------------------------------------------------------
@@ -103,13 +106,13 @@ def test_what_has_faded_is_not_kept() -> None:
     choice = Choice()
     choice.saw("old", 1, 2.0, 1.0)
     choice.saw("new", 1, 16.0, 10.0)
-    again = Choice.from_dict(json.loads(json.dumps(choice.to_dict())), {})
+    again = Choice.from_dict(json.loads(json.dumps(choice.to_dict())))
     assert again.to_dict() == choice.to_dict()
     assert set(again.yields()[1]) == {"old", "new"}
     for _ in range(2000):
         choice.saw("new", 1, 16.0, 10.0)
     assert list(choice.to_dict()["1"]) == ["new"]
-    assert list(Choice.from_dict(choice.to_dict(), {}).yields()[1]) == ["new"]
+    assert list(Choice.from_dict(choice.to_dict()).yields()[1]) == ["new"]
 
 
 def test_a_prediction_says_where_to_begin() -> None:
@@ -138,11 +141,11 @@ def test_predicted_acceptance_and_costs_rank_drafters_before_they_were_tried() -
     assert isinstance(drafter, ChoiceDrafter)
     names = [f"{name}+prompt_lookup" for name in ("streams", "medusa", "eagle", "space")]
     assert [each.name for each in drafter.drafters] == names
-    lengths = {each.spec: length for each, length in zip(drafter.drafters, (2.0, 2.4, 3.1, 2.2), strict=True)}
-    made = controller(target, Choice(lengths))
+    cards = {name.split("+")[0]: {16: length} for name, length in zip(names, (2.0, 2.4, 3.1, 2.2), strict=True)}
+    made = controller(target, cards=cards)
     assert made.choose_drafter(drafter.drafters, 1, 0.0, using=None).name == names[2]
     made.costs.drafts = {names[2]: 30.0}
-    made = Controller(made.costs, ragged=True, choice=Choice(lengths))
+    made = Controller(made.costs, ragged=True, cards=cards)
     assert made.choose_drafter(drafter.drafters, 1, 0.0, using=None).name == names[1], "its drafts take too long"
 
 
@@ -289,7 +292,7 @@ def test_what_was_learned_is_kept_for_the_next_load(home: Path, monkeypatch: pyt
     assert again is not None
     assert again.choice is not None
     assert again.choice.to_dict() == json.loads(path.read_text(encoding="utf-8"))["yields"] != seen, "closing writes it"
-    assert list(again.choice.lengths.values()) == [2.5], "what the cards say is read too"
+    assert again.cards["medusa"] == {16: 2.5}, "what the cards say is read too"
 
 
 @pytest.mark.parametrize(

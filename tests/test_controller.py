@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from anabranch.control.controller import EXPLORE, PERIOD, PRIOR, Controller, DraftStats, Plan, best_count
+from anabranch.control.controller import (
+    EXPLORE,
+    PERIOD,
+    PRIOR,
+    Controller,
+    DraftStats,
+    Plan,
+    acceptance_by_rank,
+    best_count,
+)
 from anabranch.control.costs import Costs, PassCosts, StepCosts
 from anabranch.decoding.engine import Engine, Request
 from anabranch.decoding.scheduler import Scheduler
@@ -175,19 +184,27 @@ def test_statistics_of_a_new_batch_size_are_those_of_the_nearest() -> None:
 
 # -- simulated machines -----------------------------------------------------------------------------------------------
 ZEN = "1:3/8:6/9:7.5/16:9/24:13/512:300"  # of the default model, in ms
-MODES = (0, 1, 2, 3)
+MODES = (0, 1, 2)
 
 
 class Machine:
     """Steps of rows whose drafts are chains: of each node, the probability that it is accepted is the one it states.
 
-    ms   of drafting by mode; "lead" drafts are accepted more often
+    ms, accepted  of drafting by mode
     """
 
-    def __init__(self, table: str, ms: dict[int, float], accepted: dict[int, float], *, known: str = "") -> None:
+    def __init__(
+        self,
+        table: str,
+        ms: dict[int, float],
+        accepted: dict[int, float],
+        *,
+        known: str = "",
+        cards: Mapping[str, Mapping[int, float]] | None = None,
+    ) -> None:
         self.table, self.ms, self.accepted = StepCosts.parse(table), ms, accepted
         self.noise = np.random.default_rng(0)
-        self.made = Controller(Costs(PassCosts(StepCosts.parse(known or table))), ragged=True)
+        self.made = Controller(Costs(PassCosts(StepCosts.parse(known or table))), ragged=True, cards=cards)
         self.used = dict.fromkeys(MODES, 0)
 
     def run(self, drafter: Drafter, steps: int, rows: int = 1, *, interrupted: Sequence[int] = ()) -> float:
@@ -216,8 +233,8 @@ class Machine:
         return rows / (float(self.table(np.array(rows))) + 0.1 * rows)
 
 
-class Leading(Adaptive):
-    name, traits = "leading", Traits(free="some", lead_rows=1)
+class Merged(Adaptive):
+    name, traits = "streams+prompt_lookup", Traits(free="some")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32])
@@ -242,20 +259,41 @@ def test_an_interrupted_first_draft_does_not_end_drafting() -> None:
     assert machine.run(Adaptive(), 400) > 1.2 * machine.plain()
 
 
+def test_acceptance_by_rank_adds_up_to_the_lengths_of_the_card() -> None:
+    found = acceptance_by_rank({4: 2.6, 8: 3.2, 16: 3.6}, 20)
+    assert len(found) == 20
+    for nodes, length in ((4, 2.6), (8, 3.2), (16, 3.6)):
+        assert 1 + sum(found[: nodes - 1]) == pytest.approx(length)
+    assert found[15:] == found[14:15] * 5
+    assert acceptance_by_rank({8: 1.7, 16: 4.1}, 15) == (pytest.approx(0.1),) * 15, (
+        "no rank is likelier than one before"
+    )
+
+
+def test_a_card_keeps_drafts_through_a_hard_beginning() -> None:
+    """The first words of an answer are hard to guess; a prior that a few drafts replace would end drafts there."""
+    rates = []
+    for cards in ({"streams": {4: 2.8, 8: 3.4, 16: 3.6}}, {}):
+        machine = Machine(ZEN, {2: 1.5}, {1: 0.05, 2: 0.1}, cards=cards)
+        machine.run(Merged(), 8)
+        machine.accepted = {1: 0.05, 2: 0.7}
+        rates.append(machine.run(Merged(), 40))
+    assert rates[0] > 1.3 * rates[1]
+
+
 @pytest.mark.parametrize(
     ("ms", "accepted", "best"),
     [
-        ({1: 0.05, 2: 1.0, 3: 5.0}, {1: 0.05, 2: 0.7, 3: 0.75}, 2),  # the lead costs more than it brings
-        ({1: 0.05, 2: 1.0, 3: 2.0}, {1: 0.05, 2: 0.5, 3: 0.9}, 3),
-        ({1: 0.05, 2: 3.0, 3: 6.0}, {1: 0.85, 2: 0.85, 3: 0.9}, 1),  # a text that repeats itself
-        ({1: 0.05, 2: 3.0, 3: 6.0}, {1: 0.01, 2: 0.2, 3: 0.3}, 0),
+        ({1: 0.05, 2: 1.0}, {1: 0.05, 2: 0.7}, 2),
+        ({1: 0.05, 2: 3.0}, {1: 0.85, 2: 0.85}, 1),  # a text that repeats itself
+        ({1: 0.05, 2: 3.0}, {1: 0.01, 2: 0.2}, 0),
     ],
 )
 def test_measured_steps_decide_between_the_modes(ms: dict[int, float], accepted: dict[int, float], best: int) -> None:
     machine = Machine(ZEN, ms, accepted)
-    machine.run(Leading(), 300)
+    machine.run(Merged(), 300)
     machine.used = dict.fromkeys(MODES, 0)
-    machine.run(Leading(), 500)
+    machine.run(Merged(), 500)
     assert machine.used[best] > 400 or (best == 0 and machine.used[0] + machine.used[1] > 400)
 
 

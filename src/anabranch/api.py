@@ -127,11 +127,9 @@ class Model:
         self._target: Target | None = target
         self.adapters = tuple(adapters)
         chosen = tuned_drafter(target, adapters) if drafter is None else drafter
-        self.spec = resolve_spec(chosen, *self._modules, target=target.decoder)
+        self.spec = resolve_spec(chosen, *self._modules)
         # of several prompts at a time: what was tuned with one at a time does not follow the load
-        self.spec_of_several = (
-            self.spec if drafter is not None else resolve_spec(AUTO, *self._modules, target=target.decoder)
-        )
+        self.spec_of_several = self.spec if drafter is not None else resolve_spec(AUTO, *self._modules)
         self.known: Known | None = None  # step costs, measured when a drafter first needs them
         self.after_fork()
         renewed_after_fork(self)
@@ -188,7 +186,7 @@ class Model:
     def _built(self, spec: str | Spec) -> Drafter:
         """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises."""
         with self._lock:
-            resolved = resolve_spec(spec, *self._modules, target=self.target.decoder)
+            resolved = resolve_spec(spec, *self._modules)
             name = str(resolved)
             drafter = self._drafters.pop(name, None)
             if drafter is None:
@@ -209,7 +207,8 @@ class Model:
             drafter = self._built(spec)
             if drafter.adaptive and self.known is None:
                 self.known = settle(self.target, self.adapters)
-                controller = Controller(self.known.costs, ragged=self.target.decoder.ragged, choice=self.known.choice)
+                known, ragged = self.known, self.target.decoder.ragged
+                controller = Controller(known.costs, ragged=ragged, choice=known.choice, cards=known.cards)
                 self._scheduler.use(controller)
             return drafter
 

@@ -245,7 +245,7 @@ class StandIn:
         """A specification with "auto" resolved, and with tables for parts that name none."""
         parsed = parse_spec(spec)
         modules = [self.module(method) for method in methods() if method.default] if parsed.auto else ()
-        resolved = resolve_spec(parsed, *modules, target=self.target.decoder)
+        resolved = resolve_spec(parsed, *modules)
         return Spec(tuple(map(self._complete, resolved.parts)))
 
     def module(self, method: Method) -> TrainedModule | None:

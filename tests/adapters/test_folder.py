@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from anabranch.adapters import folder as folders
 from anabranch.adapters.folder import TargetIdentity, find_adapters, load_adapter, read_record, save_adapter
-from anabranch.adapters.record import card
+from anabranch.adapters.record import card, predicted_lengths
 from anabranch.errors import AdapterError, FileError, InputError
 from anabranch.methods import registry
 from anabranch.methods.streams.adapter import StreamAdapter
@@ -342,6 +342,7 @@ def test_shipped_adapters_are_complete_and_small(path: Path) -> None:
     record = read_record(path.parent)
     weights = path.with_name("adapter.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == record["sha256"]
+    assert {4, 8, 16} <= predicted_lengths(record).keys()
     assert len(weights) <= (8 if path.parent.name == "smollm2-135m-instruct" else 16) * 10**6
     assert StreamConfig.from_dict(record["config"]).to_dict() == {**StreamConfig().to_dict(), **record["config"]}
     assert json.loads(path.read_text(encoding="utf-8")) == record, "written in the current version"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,13 +10,12 @@ import torch
 from test_kernels import BASE, adapter_for, decoder, in_four_bits, needs_kernels, packed, tokens
 
 import small
-from anabranch.control.controller import Controller, Plan
 from anabranch.decoding.engine import Engine, Request, Step
 from anabranch.decoding.stats import Stats
 from anabranch.drafting.drafter import Drafter
 from anabranch.drafting.head import DraftHead
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods import make_drafter, parse_spec, resolve_spec
+from anabranch.methods import make_drafter, parse_spec
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.quantized_draft.copy import COPY, Copied
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
@@ -156,7 +154,6 @@ def test_there_is_no_copy_where_four_bits_read_no_less(form: str) -> None:
     for spec in ("streams+quantized_draft", "quantized_draft"):
         with pytest.raises(CapabilityError, match="bf16 weights"):
             make_drafter(spec, model, adapter)
-    assert "quantized_draft" not in str(resolve_spec("auto", adapter, target=model))
 
 
 def test_trees_that_a_copy_cannot_lead_are_refused() -> None:
@@ -173,14 +170,9 @@ def test_the_setting_is_a_small_number_or_auto(tokens: str) -> None:
     assert str(parse_spec("streams:tree=8+quantized_draft:tokens=2")) == "streams:nodes=8+quantized_draft:tokens=2"
 
 
-def test_auto_says_that_a_copy_drafts() -> None:
+def test_auto_drafts_with_no_copy_of_the_target() -> None:
     model, adapter = setup()
-    spec = str(resolve_spec("auto", adapter, target=model))
-    assert spec == "streams:tree=auto,copy=yes+prompt_lookup:tokens=auto+quantized_draft"
-    assert str(parse_spec(spec)) == spec
-    assert str(resolve_spec("auto", adapter)) == "streams:tree=auto,copy=yes+prompt_lookup:tokens=auto"
-    assert str(resolve_spec("auto", target=model)) == "prompt_lookup:tokens=auto"
-    assert make_drafter("auto", model, adapter).spec == spec
+    assert make_drafter("auto", model, adapter).spec == "streams:tree=auto,copy=yes+prompt_lookup:tokens=auto"
 
 
 def test_streams_alone_have_no_copy_and_copy_nothing() -> None:
@@ -222,19 +214,6 @@ def test_every_pass_of_the_copy_and_of_the_streams_is_counted() -> None:
     assert stats.calls["partial", streams, layers] >= ran
     assert stats.draft_calls == ran + stats.calls["partial", streams, layers]
     assert stats.bytes_read > stats.steps * weight_bytes(model)
-
-
-def test_a_copy_leads_as_planned() -> None:
-    model, adapter = setup()
-    drafter = LeadStreamDrafter(model, adapter, StreamSettings("auto", nodes=12))
-    assert drafter.traits.lead_rows == LEAD_ROWS
-    assert StreamDrafter(model, adapter).traits.lead_rows == 0
-    (plain,) = decode(model, NoDrafter(), 1)
-    for lead in (False, True):
-        with mock.patch.object(Controller, "plan", lambda _, groups, context, lead=lead: {drafter: Plan(12, lead)}):
-            (found,) = decode(model, drafter, 1)
-        assert said(found) == said(plain)
-        assert any("quantized 1" in step.tree.sources for step in found) == lead
 
 
 def test_the_copy_is_made_once() -> None:

@@ -17,7 +17,7 @@ from anabranch.methods import Method, methods
 from anabranch.support.foreign import peft_advice
 from anabranch.support.jsonfiles import read_json, shown
 
-__all__ = ["CONFIG", "FORMAT", "VERSION", "card", "method_of", "predicted_length", "read_record", "title_of"]
+__all__ = ["CONFIG", "FORMAT", "VERSION", "card", "method_of", "predicted_lengths", "read_record", "title_of"]
 
 FORMAT, VERSION = "anabranch adapter", 2
 CONFIG = "adapter_config.json"
@@ -61,11 +61,14 @@ def title_of(target: dict[str, Any]) -> str:
     return f"{target['name']} with the LoRA {shown(lora)}" if lora else str(target["name"])
 
 
-def predicted_length(record: dict[str, Any]) -> float | None:
-    """The predicted mean acceptance length with trees of 16 nodes, from training; None if it is not recorded."""
-    lengths = record.get("measured", {}).get("predicted mean acceptance length")
-    length = lengths.get("16 nodes") if isinstance(lengths, dict) else None
-    return float(length) if isinstance(length, int | float) and 1 < length < 100 else None
+def predicted_lengths(record: dict[str, Any]) -> dict[int, float]:
+    """The predicted mean acceptance lengths by nodes of best-first trees, from training; empty if none is recorded."""
+    measured = record.get("measured", {}).get("predicted mean acceptance length")
+    if not isinstance(measured, dict):
+        return {}
+    named = {"tree": 16} | {f"{nodes} nodes": nodes for nodes in (2, 4, 8, 16, 32, 64)}
+    lengths = {nodes: measured[name] for name, nodes in named.items() if isinstance(measured.get(name), int | float)}
+    return {nodes: float(length) for nodes, length in sorted(lengths.items()) if 1 < length < 100}
 
 
 def method_of(record: dict[str, Any]) -> tuple[Method, Trained]:

@@ -149,7 +149,7 @@ def open_entry(
     if entry.kind == "peer":
         return open_peer(entry.spec, loaded.target, sampling=sampling_params(call), threads=threads, capacity=capacity)
     target = loaded.target
-    spec = resolve_spec(entry.spec, *loaded.modules, target=target.decoder)
+    spec = resolve_spec(entry.spec, *loaded.modules)
     drafter = make_drafter(spec, target.decoder, *loaded.modules)
     controller = None
     if drafter.adaptive:

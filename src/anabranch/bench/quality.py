@@ -75,7 +75,7 @@ class _Scores:
 
 def extra_parameters(spec: str, loaded: Loaded) -> int:
     """The trained parameters that a drafter has besides the target."""
-    resolved: Spec = resolve_spec(spec, *loaded.modules, target=loaded.target.decoder)
+    resolved: Spec = resolve_spec(spec, *loaded.modules)
     parts = [part for one in (resolved, *resolved.choices) for part in one.parts]
     used = {id(module_of(part.method, loaded.modules)) for part in parts}
     return sum(adapter.module.num_parameters() for adapter in loaded.adapters if id(adapter.module) in used)

@@ -57,7 +57,7 @@ class _Whole(Controller):
 
     def plan(self, groups: Mapping[Drafter, int], context: float) -> dict[Drafter, Plan]:
         """The largest drafts."""
-        return {drafter: Plan(drafter.max_nodes, lead=True) for drafter in groups}
+        return {drafter: Plan(drafter.max_nodes) for drafter in groups}
 
     def choose(
         self,

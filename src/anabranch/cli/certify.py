@@ -103,7 +103,7 @@ def certify(config: CertifyConfig) -> None:
     name_defaults(loaded.target)
     if said := near_ties(loaded.target.decoder):
         status_console().print(said)
-    drafter = resolve_spec(config.drafter, *loaded.modules, target=loaded.target.decoder)
+    drafter = resolve_spec(config.drafter, *loaded.modules)
     if config.distribution:
         _distribution(config, loaded, drafter, [prompt.asked for prompt in suite])
     else:

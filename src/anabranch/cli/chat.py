@@ -244,7 +244,7 @@ class Conversation:
 
         if spec:
             modules = [loaded.module for loaded in self.model.adapters]
-            spec = str(resolve_spec(spec, *modules, target=self.model.target.decoder))
+            spec = str(resolve_spec(spec, *modules))
             call: Keywords = {**self.call, "drafter": spec}
             self.model.stream(self.prompt_ids([{"role": "user", "content": "hello"}]), **call).close()  # may raise
             self.drafter = spec

@@ -41,12 +41,8 @@ class DraftYield:
 
 @dataclass
 class Choice:
-    """Yields of drafters by their specifications.
+    """Yields of drafters by their specifications."""
 
-    lengths  the mean acceptance lengths that adapters' cards predict
-    """
-
-    lengths: Mapping[str, float] = field(default_factory=dict)
     _yields: dict[int, dict[str, DraftYield]] = field(default_factory=dict)  # by the binary order of the batch size
     _chosen: str = ""
     _tokens: float = 0.0  # of a row since the choice changed
@@ -112,9 +108,9 @@ class Choice:
         }
 
     @staticmethod
-    def from_dict(record: Mapping[str, Any], lengths: Mapping[str, float]) -> Choice:
+    def from_dict(record: Mapping[str, Any]) -> Choice:
         """The inverse of ``to_dict``. Raises ValueError, TypeError or AttributeError for anything else."""
-        made = Choice(lengths)
+        made = Choice()
         for rows, seen in record.items():
             known = {str(name): DraftYield(float(tokens), float(steps)) for name, (tokens, steps) in seen.items()}
             if int(rows) < 1 or not all(0 < each.tokens < 1e9 and 0 < each.steps < 1e9 for each in known.values()):

@@ -6,9 +6,9 @@ Two curves decide, both measured while decoding (docs/controller.md):
     ms(nodes, rows, context)  milliseconds of a forward pass, and beside it of drafting k nodes (``control.costs``)
 
 A step of R rows with k draft nodes each yields R (1 + P(k)) tokens in ms(R + R k) milliseconds. Before a step the
-controller plans the k of the greatest ratio in every mode of drafting: nothing, free drafts alone, the whole draft, and
-the whole draft behind a lead. It uses the best mode, and tries another one from time to time. Once the drafts are made,
-``choose`` ranks the nodes of all rows together and verifies as many of the best as maximise the same ratio.
+controller plans the k of the greatest ratio in every mode of drafting: nothing, free drafts alone, and the whole draft.
+It uses the best mode, and tries another one from time to time. Once the drafts are made, ``choose`` ranks the nodes of
+all rows together and verifies as many of the best as maximise the same ratio.
 
 The choice changes the speed and never the text: *matching* is exact for every tree.
 """
@@ -31,7 +31,7 @@ from anabranch.drafting.acceptance import best_nodes
 from anabranch.drafting.drafter import Drafter, Row
 from anabranch.tree import DraftTree
 
-__all__ = ["Controller", "DraftStats", "Plan", "best_count"]
+__all__ = ["Controller", "DraftStats", "Plan", "acceptance_by_rank", "best_count"]
 
 BUDGETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of a draft, root included
 PRIOR = 0.3  # acceptance of every node before the first draft; counts as four drafts
@@ -54,25 +54,34 @@ def best_count(probs: Sequence[float] | NDArray[np.float64], ms: Sequence[float]
     return 1 + int(np.argmax(tokens / np.asarray(ms, np.float64)[: len(tokens)]))
 
 
+def acceptance_by_rank(lengths: Mapping[int, float], most: int) -> tuple[float, ...]:
+    """The acceptance of the best, second best, ... of ``most`` draft nodes, from mean acceptance lengths by nodes.
+
+    Ranks between two numbers of nodes are equally likely, and those beyond the last one as likely as those before it.
+    """
+    nodes, tokens = (1, *sorted(lengths)), (1.0, *(lengths[n] for n in sorted(lengths)))
+    steps = np.minimum.accumulate(np.diff(tokens) / np.diff(nodes)).clip(0.0, 1.0)
+    ranks = np.searchsorted(nodes[1:], np.arange(2, most + 2)).clip(max=len(steps) - 1)
+    return tuple(steps[ranks].tolist())
+
+
 class Plan(NamedTuple):
     """Plan of a drafter for the next step.
 
     nodes       of a row's draft, root included; 0: nothing is drafted, 1: only the drafter's free parts draft
-    lead        whether the draft is prepared behind a lead (``Observation.lead``)
     tokens, ms  that the two curves predict for the step
     factor      the rate that steps of this mode had, over the predicted one
     """
 
     nodes: int
-    lead: bool = False
     tokens: float = 0.0
     ms: float = 1.0
     factor: float = 1.0
 
     @property
     def mode(self) -> int:
-        """0: no draft, 1: free drafts alone, 2: the whole draft, 3: the whole draft behind a lead."""
-        return 3 if self.lead else min(self.nodes, 2)
+        """0: no draft, 1: free drafts alone, 2: the whole draft."""
+        return min(self.nodes, 2)
 
     @property
     def rate(self) -> float:
@@ -173,10 +182,18 @@ class Controller:
 
     ragged  whether a pass takes rows of different numbers of nodes; otherwise they are padded to the widest
     choice  yields of the drafters that new rows choose from; None: none yet
+    cards   mean acceptance lengths by nodes, measured in training, by method
     """
 
-    def __init__(self, costs: Costs, *, ragged: bool, choice: Choice | None = None) -> None:
-        self.costs, self.ragged, self.choice = costs, ragged, choice
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        ragged: bool,
+        choice: Choice | None = None,
+        cards: Mapping[str, Mapping[int, float]] | None = None,
+    ) -> None:
+        self.costs, self.ragged, self.choice, self.cards = costs, ragged, choice, cards or {}
         self._stats: dict[tuple[str, int, int], DraftStats] = {}  # by drafter, mode and order of the batch size
         self._schedules: dict[tuple[str, int], _Schedule] = {}
         self._plans: dict[Drafter, tuple[Plan, int]] = {}  # of the next step, with the drafters' rows
@@ -192,12 +209,16 @@ class Controller:
                 known = self._stats[drafter.name, mode, nearest]
                 known = replace(known, drafts=0, steps=0)
             else:
-                acceptance = (PRIOR,) * max(1, min(drafter.max_nodes, BUDGETS[-1]) - 1)
-                length = 0.0 if self.choice is None else self.choice.lengths.get(drafter.spec, 0.0)
-                if length and mode > 1:
-                    acceptance = ((length - 1) / 15,) * len(acceptance)  # cards predict drafts of 16 nodes
-                draft_ms = self.costs.draft_ms(drafter.name) if mode > 1 else 0.0
-                known = DraftStats(acceptance, acceptance, fixed_ms=draft_ms)
+                most = max(1, min(drafter.max_nodes, BUDGETS[-1]) - 1)
+                card = next((self.cards[name] for name in drafter.name.split("+") if self.cards.get(name)), None)
+                if mode < 2 or card is None:
+                    acceptance = (PRIOR,) * most
+                    known = DraftStats(acceptance, acceptance)
+                else:  # as good as a long run
+                    acceptance = acceptance_by_rank(card, most)
+                    known = DraftStats(acceptance, acceptance, drafts=round(1 / RATE))
+                if mode > 1:
+                    known = replace(known, fixed_ms=self.costs.draft_ms(drafter.name))
             self._stats[key] = known
         return known
 
@@ -206,7 +227,7 @@ class Controller:
         if rows == 1 and (schedule := self._schedules.get((drafter.name, 1))) is not None:
             schedule.wait.clear()
             schedule.batch = ()
-        for mode in (1, 2, 3):
+        for mode in (1, 2):
             key = drafter.name, mode, rows.bit_length()
             if key in self._stats:
                 self._stats[key] = self._stats[key].with_new_row(rows)
@@ -220,7 +241,7 @@ class Controller:
         context  mean tokens in the rows' caches
         """
         rows = sum(groups.values())
-        plans = {drafter: Plan(drafter.max_nodes, lead=True) for drafter in groups}
+        plans = {drafter: Plan(drafter.max_nodes) for drafter in groups}
         for drafter, count in groups.items():
             if drafter.adaptive:
                 others = sum(
@@ -259,23 +280,20 @@ class Controller:
         """The best plan of each mode, for ``count`` of the ``rows``, beside ``others`` nodes."""
         most = drafter.max_nodes
         sizes = [n for n in BUDGETS if n < most] + [min(most, BUDGETS[-1])]
-        modes: list[tuple[Sequence[int], bool]] = [((0,), False)]
-        if drafter.traits.free == "some":
-            modes.append(((1,), False))
-        modes.append(((most,) if drafter.traits.free == "all" else sizes, False))
-        if count <= drafter.traits.lead_rows:
-            modes.append((sizes, True))
-        return [self._best(drafter, *mode, count, rows, others, context) for mode in modes]
+        modes = [
+            [0],
+            *([[1]] if drafter.traits.free == "some" else []),
+            [most] if drafter.traits.free == "all" else sizes,
+        ]
+        return [self._best(drafter, mode, count, rows, others, context) for mode in modes]
 
-    def _best(
-        self, drafter: Drafter, sizes: Sequence[int], lead: bool, count: int, rows: int, others: int, context: float
-    ) -> Plan:
+    def _best(self, drafter: Drafter, sizes: Sequence[int], count: int, rows: int, others: int, context: float) -> Plan:
         """The plan of the highest rate among sizes of a draft in one mode."""
-        mode = Plan(sizes[0], lead).mode
+        mode = Plan(sizes[0]).mode
         stats = self.stats(drafter, mode, rows)
         gains = (0.0, *accumulate(stats.acceptance))
         free = mode == 1 or (mode == 2 and drafter.traits.free == "all")
-        factor, best = stats.tokens / stats.predicted, Plan(sizes[0], lead)
+        factor, best = stats.tokens / stats.predicted, Plan(sizes[0])
         for nodes in sizes:
             probes = drafter.needs.probes if nodes > 1 else 0
             draft_ms = stats.draft_ms(nodes, rows)
@@ -284,7 +302,7 @@ class Controller:
                 ms = self.costs.pass_ms(others + count * (verified + probes), rows, context) + draft_ms
                 tokens = rows + count * gains[min(verified, len(gains)) - 1]
                 if tokens * best.ms > best.tokens * ms:
-                    best = Plan(nodes, lead, tokens, ms, factor)
+                    best = Plan(nodes, tokens, ms, factor)
         return best
 
     # -- what the step verifies --------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from anabranch.adapters.folder import LoadedAdapter
-from anabranch.adapters.record import predicted_length
+from anabranch.adapters.record import predicted_lengths
 from anabranch.control.choice import Choice
 from anabranch.control.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
@@ -157,12 +157,14 @@ class Known:
             earlier load; "typical": not measured; "default on a GPU": not measured before decoding
     when    date of the measurement (ISO), if any
     choice  the yields of the drafters that "auto" chooses from; None where there is no choice
+    cards   the mean acceptance lengths by nodes that adapters' cards predict, by method
     """
 
     costs: Costs
     origin: Origin
     when: str = ""
     choice: Choice | None = None
+    cards: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -187,11 +189,12 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
     Warns (PerformanceWarning) if the machine is too busy to measure and there is no earlier measurement.
     """
     situation = Situation.of(target, adapters)
-    choice = _known_choice(target, situation, adapters)
+    choice = _known_choice(situation, adapters)
+    cards = {adapter.method.name: predicted_lengths(adapter.record) for adapter in adapters}
     if (profile := find_profile(situation)) is not None:
-        return Known(_tuned(profile), "tuned", str(profile.get("date", "")), choice)
+        return Known(_tuned(profile), "tuned", str(profile.get("date", "")), choice, cards)
     if target.decoder.device.type != "cpu":
-        return Known(costs_of(target.decoder), "default on a GPU", choice=choice)
+        return Known(costs_of(target.decoder), "default on a GPU", choice=choice, cards=cards)
     origin, when = _know_passes(target, situation)
     LOGGER.debug("costs of forward passes: %s %s", origin, when)
     if origin == "typical" and target.decoder not in _warned:
@@ -202,7 +205,7 @@ def settle(target: Target, adapters: Sequence[LoadedAdapter] = ()) -> Known:
             PerformanceWarning,
             stacklevel=2,
         )
-    return Known(costs_of(target.decoder), origin, when, choice)
+    return Known(costs_of(target.decoder), origin, when, choice, cards)
 
 
 def _tuned(profile: Mapping[str, Any]) -> Costs:
@@ -243,25 +246,17 @@ def _read(path: Path, parse: Callable[[Any], T]) -> tuple[T, date] | None:
         return None
 
 
-def read_choice(path: Path, lengths: Mapping[str, float] | None = None) -> tuple[Choice, date] | None:
-    """Stored yields and their date; None if the file is missing or damaged.
-
-    lengths  the mean acceptance lengths that adapters' cards predict, by drafter
-    """
-    return _read(path, lambda record: Choice.from_dict(record["yields"], lengths or {}))
+def read_choice(path: Path) -> tuple[Choice, date] | None:
+    """Stored yields and their date; None if the file is missing or damaged."""
+    return _read(path, lambda record: Choice.from_dict(record["yields"]))
 
 
-def _known_choice(target: Target, situation: Situation, adapters: Sequence[LoadedAdapter]) -> Choice | None:
+def _known_choice(situation: Situation, adapters: Sequence[LoadedAdapter]) -> Choice | None:
     """Yields of the drafters that "auto" chooses from with these adapters; None where there is no choice."""
-    drafters = resolve_spec(AUTO, *(adapter.module for adapter in adapters), target=target.decoder).choices
-    if not drafters:
+    if not resolve_spec(AUTO, *(adapter.module for adapter in adapters)).choices:
         return None
-    predicted = {adapter.method: predicted_length(adapter.record) for adapter in adapters}
-    lengths = {str(each): length for each in drafters if (length := predicted.get(each.parts[0].method)) is not None}
-    kept = read_choice(situation.path("yields"), lengths)
-    if kept is None or (date.today() - kept[1]).days > DAYS:
-        return Choice(lengths)
-    return kept[0]
+    kept = read_choice(situation.path("yields"))
+    return Choice() if kept is None or (date.today() - kept[1]).days > DAYS else kept[0]
 
 
 def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:

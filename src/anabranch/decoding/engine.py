@@ -324,7 +324,7 @@ class Engine(Batch):
         """The plan of each drafter for the next step."""
         groups = {drafter: len(places) for drafter, places in _by_drafter(members).items()}
         if not any(drafter.adaptive for drafter in groups):
-            return {drafter: Plan(drafter.max_nodes, lead=True) for drafter in groups}
+            return {drafter: Plan(drafter.max_nodes) for drafter in groups}
         return self.controller.plan(groups, _context(members))
 
     def _probes(self, members: Sequence[Member]) -> list[DraftTree]:
@@ -406,7 +406,6 @@ class Engine(Batch):
                 [members[b].finish is None for b in places],
                 max(1, plan.nodes),
                 [probed[b] for b in places] if probed else (),
-                plan.lead,
             )
             drafter.observe([members[b].row for b in places], seen)
         for member, tree, verdict in zip(members, trees, verdicts, strict=True):

@@ -76,10 +76,7 @@ class CombinedDrafter(DrafterGroup):
         super().__init__(parts)
         self.adaptive = adaptive
         self._free = tuple(part for part in parts if part.traits.free == "all")
-        self.traits = Traits(
-            free="all" if len(self._free) == len(parts) else "some" if self._free else "none",
-            lead_rows=max(part.traits.lead_rows for part in parts),
-        )
+        self.traits = Traits("all" if len(self._free) == len(parts) else "some" if self._free else "none")
         self.name = "+".join(part.name for part in parts)
         self.max_nodes = nodes
 

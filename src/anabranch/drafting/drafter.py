@@ -178,7 +178,6 @@ class Observation(NamedTuple):
     live      whether each row continues
     budget    maximum number of nodes of the next draft; 1: nothing will be drafted, so nothing needs to be prepared
     probed    for each row, the target's own token after each node of its probe (``ProbingDrafter``), without the root
-    lead      whether to prepare the draft with a lead: with passes over a copy of the target
     """
 
     result: PassResult
@@ -189,22 +188,19 @@ class Observation(NamedTuple):
     live: Sequence[bool]
     budget: int
     probed: Sequence[NDArray[np.int64]] = ()
-    lead: bool = True
 
 
 @dataclass(frozen=True)
 class Traits:
     """Properties of a drafter that the controller and combinations read.
 
-    free       "all": its drafts take almost no time and need no preparation; "some": those of some of its parts do, and
-               with a budget of 1 node these alone draft, up to ``max_nodes``
-    repeats    the rows whose drafts include what followed earlier matches in their own text
-    lead_rows  with how many rows at most it can also draft with a lead (``Observation.lead``); 0: it has none
+    free     "all": its drafts take almost no time and need no preparation; "some": those of some of its parts do, and
+             with a budget of 1 node these alone draft, up to ``max_nodes``
+    repeats  the rows whose drafts include what followed earlier matches in their own text
     """
 
     free: Literal["none", "some", "all"] = "none"
     repeats: Literal["none", "greedy", "all"] = "none"
-    lead_rows: int = 0
 
 
 class Drafter(ABC):
@@ -320,7 +316,6 @@ class Method:
     detached    whether its drafts follow from the text alone, so that it can also draft for another engine's target
     pairs       builds one drafter of this method and another one, by the other's name, where its drafts go on with the
                 other's instead of being merged with them: (target, own settings, the other's settings, its module)
-    pays        (target, the other's settings, its module) -> whether "auto" pairs them
     labels      of the sources of its nodes, which a depth may follow ("stream 2"), in the order of legends
     counts      the costs of its drafts, for figures: label -> (target on the meta device, shape) -> cost
     published   tokens per step and speedup reported in its paper, by target
@@ -340,7 +335,6 @@ class Method:
     combines: bool = True
     detached: bool = False
     pairs: Mapping[str, Callable[[Decoder, Any, Any, Any], Drafter]] = field(default_factory=dict)
-    pays: Callable[[Decoder, Any, Any], bool] = lambda target, settings, module: False
     labels: tuple[str, ...] = ()
     counts: Mapping[str, Callable[[Decoder, DraftShape], DraftCost]] = field(default_factory=dict)
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)

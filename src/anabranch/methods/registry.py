@@ -105,12 +105,12 @@ def parse_spec(text: str | Spec) -> Spec:
     return spec.parse(text, _registry)
 
 
-def resolve_spec(text: str | Spec, *modules: nn.Module | None, target: Decoder | None = None) -> Spec:
-    """Parse a specification and resolve "auto", given the trained modules that are available, and the target.
+def resolve_spec(text: str | Spec, *modules: nn.Module | None) -> Spec:
+    """Parse a specification and resolve "auto", given the trained modules that are available.
 
     With modules of several methods, "auto" becomes a specification with several ``choices``, printed as "auto".
     """
-    return spec.resolve(parse_spec(text), modules, _registry, target)
+    return spec.resolve(parse_spec(text), modules, _registry)
 
 
 def make_drafter(text: str | Spec, target: Decoder, *modules: nn.Module | None) -> Drafter:
@@ -118,4 +118,4 @@ def make_drafter(text: str | Spec, target: Decoder, *modules: nn.Module | None) 
 
     Raises InputError for a name or setting that does not exist, CapabilityError for one that is not supported here.
     """
-    return spec.build(resolve_spec(text, *modules, target=target), target, modules)
+    return spec.build(resolve_spec(text, *modules), target, modules)

@@ -140,13 +140,8 @@ def module_of(method: Method, modules: Sequence[nn.Module | None]) -> nn.Module 
     return None if trained is None else next((module for module in modules if isinstance(module, trained.module)), None)
 
 
-def resolve(
-    spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[Method], target: Decoder | None = None
-) -> Spec:
-    """Resolve "auto", given the trained modules and the target; other specifications are returned unchanged.
-
-    target  None: one for which no two methods are paired
-    """
+def resolve(spec: Spec, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:
+    """Resolve "auto", given the trained modules; other specifications are returned unchanged."""
     if not spec.auto:
         return spec
     free = [method for method in registry if method.default and method.trained is None]
@@ -155,26 +150,11 @@ def resolve(
         if method.trained is not None and (module := module_of(method, modules)) is not None:
             learned.setdefault(id(module), method)
     choices = tuple(_in_auto((method, *free) if method.combines else (method,)) for method in learned.values())
-    if target is not None:
-        choices = tuple(_paired(each, target, modules, registry) for each in choices)
     return Spec(choices=choices) if len(choices) > 1 else choices[0] if choices else _in_auto(free)
 
 
 def _in_auto(methods: Sequence[Method]) -> Spec:
     return Spec(tuple(Part(method, method.settings.in_auto()) for method in methods))
-
-
-def _paired(each: Spec, target: Decoder, modules: Sequence[nn.Module | None], registry: Sequence[Method]) -> Spec:
-    """A choice with the methods that pay in front of one of its parts."""
-    more = [
-        Part(method, method.settings.in_auto())
-        for method in registry
-        for part in each.parts
-        if (method.with_source or target.encoder is None)
-        and part.method.name in method.pairs
-        and method.pays(target, part.settings, module_of(part.method, modules))
-    ]
-    return Spec((*each.parts, *more))
 
 
 def build(spec: Spec, target: Decoder, modules: Sequence[nn.Module | None]) -> Drafter:

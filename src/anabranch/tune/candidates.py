@@ -118,7 +118,7 @@ def find_candidates(target: Decoder, modules: Sequence[nn.Module | None]) -> Can
             except CapabilityError:
                 break
             add(spec, [drafter], drafter)
-    auto = resolve_spec(AUTO, *modules, target=target)
+    auto = resolve_spec(AUTO, *modules)
     choices = auto.choices or (auto,)
     for each in choices:
         mergers = _mergers(each.parts) if len(each.parts) > 1 else ()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from anabranch.drafting.drafter import Drafter, Method
 from anabranch.drafting.settings import Settings
-from anabranch.errors import CapabilityError
-from anabranch.methods.quantized_draft.copy import COPY, QuantizedCopy
+from anabranch.methods.quantized_draft.copy import COPY
 from anabranch.methods.quantized_draft.drafter import QuantizedDrafter
 from anabranch.methods.quantized_draft.lead import LeadStreamDrafter
 from anabranch.methods.streams.draft import StreamSettings
@@ -51,17 +49,6 @@ def _before_streams(
     return LeadStreamDrafter(target, TRAINED.require(module, STREAMS.name), streams, tokens=tokens)
 
 
-def _pays(target: Decoder, streams: Any, module: Any) -> bool:
-    """Return whether "auto" puts a copy in front of these streams."""
-    if not QuantizedCopy.fits(target):
-        return False
-    try:
-        _before_streams(target, QuantizedSettings(), streams, module)
-    except CapabilityError:
-        return False
-    return True
-
-
 METHOD = Method(
     name="quantized_draft",
     summary="quantised self-speculation: a 4-bit copy of the target drafts; needs bf16 weights on the native kernels",
@@ -70,5 +57,4 @@ METHOD = Method(
     variants=("", "tokens=4"),
     labels=(COPY,),
     pairs={STREAMS.name: _before_streams},
-    pays=_pays,
 )

@@ -8,7 +8,6 @@ speculative decoding (Spector and Ré 2023) with the streams as its last stage.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -97,7 +96,7 @@ class LeadStreamDrafter(StreamDrafter):
         if self.native is None or self.prune or not adapter.reads_main or self.tree.settings.kind == "product":
             raise CapabilityError(REFUSAL)
         self.copy = LeadCopy(target, adapter, self.native, copy=self.tree.settings.copy)
-        self.traits = replace(self.traits, lead_rows=LEAD_ROWS if tokens is None else sys.maxsize)
+        self.most_rows = LEAD_ROWS if tokens is None else None
         self.tokens = AUTO_LEAD if tokens is None else tokens
         self._longest = self.tokens + self.copy.beyond
         self.needs = replace(self.needs, positions=adapter.shape.num_streams + self._longest)
@@ -145,7 +144,7 @@ class LeadStreamDrafter(StreamDrafter):
         seen: Observation,
     ) -> None:
         """Let the copy draft, and the streams trail it; ``nodes`` are the rows of ``main_MD`` of the newest tokens."""
-        leads = seen.lead and len(rows) <= self.traits.lead_rows
+        leads = self.most_rows is None or len(rows) <= self.most_rows
         budget, count = min(seen.budget, self.max_nodes), self.tokens if leads else 0
         most = min(budget - 1, self._longest) if count else 0
         copied = [
