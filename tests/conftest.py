@@ -65,7 +65,8 @@ def _passes_cost_the_same() -> Iterator[None]:
             keep(*record)
 
     patched = mock.patch.object(profiles, "_keep_costs", keep_elsewhere)
-    with mock.patch.object(costs, "measure_passes", return_value=measured), patched:
+    timed = mock.patch.object(profiles, "plain_ms", return_value=1.0)
+    with mock.patch.object(costs, "measure_passes", return_value=measured), timed, patched:
         yield
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from anabranch.control import costs, profiles
-from anabranch.control.costs import Costs, PassCosts, StepCosts
+from anabranch.control.costs import Costs, PassCosts, StepCosts, plain_ms
 from anabranch.control.costs import measure_passes as real_measure
 from anabranch.control.profiles import Situation, save_profile, settle
 from anabranch.control.profiles import _keep_costs as real_keep
@@ -149,6 +149,28 @@ def test_a_later_load_remembers(home: Path) -> None:
     assert not again.called
     assert (found.origin, found.when) == ("remembered", first.when)
     assert first.when in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("ms", "origin"), [(0.7, "measured when loaded"), (1.2, "remembered"), (2.0, "measured when loaded")]
+)
+def test_costs_of_another_clock_are_measured_again(home: Path, ms: float, origin: str) -> None:
+    target = as_target(small())
+    with measured("1:1/24:1.5"):
+        settle(target)
+    forget()
+    with measured("1:1/24:3"), mock.patch.object(profiles, "plain_ms", return_value=ms):
+        assert settle(target).origin == origin
+    assert costs._known[target.decoder].costs.ms[-1] == (1.5 if origin == "remembered" else 3.0)
+    forget()
+    with measured("1:1/24:9", busy=True), mock.patch.object(profiles, "plain_ms", return_value=5.0):
+        assert settle(target).origin == "remembered", "costs of another clock are better than typical ones"
+
+
+def test_a_pass_over_one_row_is_timed() -> None:
+    clock = mock.Mock(side_effect=[0.0, 9.0, 10.0, 10.5, 11.0, 11.25])  # the first pass reads the weights from the disk
+    with mock.patch.object(costs, "time", mock.Mock(perf_counter=clock)):
+        assert plain_ms(small()) == 250
 
 
 def test_old_or_damaged_costs_are_measured_again(home: Path) -> None:

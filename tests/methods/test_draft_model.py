@@ -21,7 +21,7 @@ from anabranch.methods import Drafter, Row, make_drafter, parse_spec, resolve_sp
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
 from anabranch.methods.draft_model.load import check_vocabulary
 from anabranch.methods.prompt_lookup import LookupSettings, PromptLookupDrafter
-from anabranch.methods.staged import StagedDrafter
+from anabranch.methods.staged import AGAIN, LAST, Faster, StagedDrafter
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
@@ -482,6 +482,41 @@ def test_no_pass_has_more_guesses_than_asked_for(most: int) -> None:
     )
     decode(target, [Request([3, 4, 5, 6, 7] * 5, 20)], drafter)
     assert widest == min(most, SHAPES["best"].deepest - 1)
+
+
+def test_drafts_are_made_in_the_faster_way() -> None:
+    faster, ms = Faster(), {True: 20.0, False: 10.0}
+
+    def share_with_guesses(drafts: int, rows: int = 1) -> float:
+        ways = []
+        for number in range(drafts):
+            ways.append(faster.guess(rows))
+            faster.saw(ways[-1], rows, 500.0 if number == 3 else ms[ways[-1]])  # one is interrupted
+        return sum(ways) / drafts
+
+    assert share_with_guesses(2 * LAST) == 0.5
+    assert share_with_guesses(10 * AGAIN) == 1 / AGAIN
+    ms[True] = 5.0
+    share_with_guesses(LAST * AGAIN)
+    assert share_with_guesses(10 * AGAIN) == 1 - 1 / AGAIN
+    assert share_with_guesses(2 * LAST, rows=8) == 0.5, "of other numbers of rows nothing is known yet"
+
+
+def test_only_the_passes_of_the_draft_model_depend_on_their_time() -> None:
+    target, passes, trees = small(), [], []
+    asked = [Request([3, 4, 5, 6, 7] * 5, 30), Request([8, 9] * 9, 20), request(6, 1, 30)]
+    for ms in (1e-6, 2e6):  # of drafts with guesses; without any a draft takes 1e6
+        faster = Faster()
+        for _ in range(LAST):
+            faster.saw(True, 1, ms)
+            faster.saw(False, 1, 1e6)
+        inner = PromptLookupDrafter(LookupSettings(tokens="4"))
+        drafter = StagedDrafter(target, near(target), SHAPES["chain"], inner=inner, faster=faster)
+        _, found = decode(target, asked, drafter)
+        trees.append([step.tree.tokens.tolist() for each in found for step in each])
+        passes.append(drafter.reader.passes)
+    assert trees[0] == trees[1]
+    assert passes[0] < passes[1]
 
 
 def test_staged_from_folders(toys: ToyFolders) -> None:

@@ -24,9 +24,9 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.native_backend import stack_of
 
-__all__ = ["Costs", "PassCosts", "StepCosts", "costs_of", "disturbed", "known_costs", "measure_passes"]
+__all__ = ["Costs", "PassCosts", "StepCosts", "costs_of", "disturbed", "known_costs", "measure_passes", "plain_ms"]
 
-WIDTHS = (3, 6, 8, 9, 12, 16, 17, 24)  # nodes of timed passes: int4 and int8 products take eight rows at a time
+WIDTHS = (3, 4, 6, 8, 9, 12, 16, 17, 24)  # nodes of timed passes: quantised products take four or eight rows at a time
 SECONDS = 0.5  # in which rounds of timed passes begin, at most ten
 CONTEXT = 1024  # tokens in the cache at which passes are timed too
 BUSY = 1.3  # ratio of neighbouring equal passes (quartiles) on a busy machine; 1.1 to 3.2 beside two busy loops
@@ -182,6 +182,21 @@ def tabulated(one: Sequence[float], ratios: Mapping[int, Sequence[float]]) -> St
 def _typical(target: Decoder) -> StepCosts:
     torch_float32 = stack_of(target.backend) is None and target.dtype == torch.float32
     return StepCosts.parse(TYPICAL["float32" if torch_float32 else "native"])
+
+
+@torch.inference_mode()
+def plain_ms(target: Decoder) -> float:
+    """Time a pass over one row: the faster of two, after one that touches the weights."""
+    cache = target.new_cache(1, 1 if target.rider is None else target.rider.positions(1))
+    cache.add_row(0, None if target.encoder is None else target.encode(target.encoder.some(1)))
+    times = []
+    with target.decoding():
+        for _ in range(3):
+            began = time.perf_counter()
+            target(Inputs.of_prompt([target.config.bos_token_id or 0]), cache, rider=target.rider, need="tokens")
+            times.append(1e3 * (time.perf_counter() - began))
+            cache.commit([[]])
+    return min(times[1:])
 
 
 @torch.inference_mode()

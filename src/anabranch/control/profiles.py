@@ -25,7 +25,7 @@ import torch
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.adapters.record import predicted_lengths
 from anabranch.control.choice import Choice
-from anabranch.control.costs import Costs, PassCosts, StepCosts, costs_of, known_costs
+from anabranch.control.costs import BUSY, Costs, PassCosts, StepCosts, costs_of, known_costs, plain_ms
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.methods import AUTO, resolve_spec
 from anabranch.model.decoder import Decoder
@@ -260,11 +260,15 @@ def _known_choice(situation: Situation, adapters: Sequence[LoadedAdapter]) -> Ch
 
 
 def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
-    """Set the costs of a target's passes, from an earlier load or measured now; returns their origin and date."""
+    """Set the costs of a target's passes, from an earlier load or measured now; returns their origin and date.
+
+    Where a pass over one row takes another time than it did, other jobs disturbed that load or disturb this one, and
+    the costs are measured again.
+    """
     path = replace(situation, adapter="").path("costs")  # the cost of a pass does not depend on adapters
     kept = _read(path, _pass_costs)
     today = date.today()
-    if kept is not None and (today - kept[1]).days <= DAYS:
+    if kept is not None and (today - kept[1]).days <= DAYS and _as_before(target.decoder, kept[0]):
         known_costs(target.decoder, kept[0])
         return "remembered", kept[1].isoformat()
     measured = known_costs(target.decoder)
@@ -275,6 +279,11 @@ def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
         known_costs(target.decoder, kept[0])
         return "remembered", kept[1].isoformat()
     return "typical", ""
+
+
+def _as_before(target: Decoder, kept: PassCosts) -> bool:
+    """Return whether a pass over one row takes about as long as it did."""
+    return 1 / BUSY < plain_ms(target) / kept.costs.ms[0] < BUSY
 
 
 def _pass_costs(record: Mapping[str, Any]) -> PassCosts:

@@ -10,8 +10,11 @@ inner drafter may be a smaller draft model, with an inner drafter of its own.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from torch import nn
 
@@ -29,10 +32,36 @@ from anabranch.methods.rest import entry as rest
 from anabranch.methods.spec import Spec, build, parse
 from anabranch.model.decoder import Decoder
 from anabranch.support.nearest import hint
+from anabranch.tree import DraftTree
 
-__all__ = ["METHOD", "StagedDrafter", "StagedSettings"]
+__all__ = ["METHOD", "Faster", "StagedDrafter", "StagedSettings"]
 
 GUESSES = 4  # of a row in one pass
+LAST, AGAIN = 5, 16  # drafts whose times count, and from one draft in the slower way to the next
+
+
+class Faster:
+    """Decides whether drafts are made with guesses: the way that took less time lately, the other one now and then.
+
+    The tree does not depend on guesses, so their time is all that counts: of the inner drafter, and of more rows in a
+    pass, which cost little where memory limits it and much where arithmetic does.
+    """
+
+    def __init__(self) -> None:
+        self._ms: dict[tuple[bool, int], deque[float]] = {}
+        self._drafts = 0
+
+    def guess(self, rows: int) -> bool:
+        """Return whether the next draft of so many rows is made with guesses."""
+        self._drafts += 1
+        seen, other = (self._ms.get((way, rows.bit_length()), ()) for way in (True, False))
+        if min(len(seen), len(other)) < LAST:
+            return len(seen) <= len(other)
+        return (median(seen) <= median(other)) != (self._drafts % AGAIN == 0)
+
+    def saw(self, guessed: bool, rows: int, ms: float) -> None:
+        """Update with the time of a draft."""
+        self._ms.setdefault((guessed, rows.bit_length()), deque(maxlen=LAST)).append(ms)
 
 
 @dataclass
@@ -102,6 +131,7 @@ class StagedDrafter(DraftModelDrafter):
     """A draft model with an inner drafter, whose guesses let one pass of it serve for several.
 
     guesses  of a row in one pass of the draft model, at most
+    faster   decides whether there are any; None: always
     """
 
     name = "staged"
@@ -114,9 +144,10 @@ class StagedDrafter(DraftModelDrafter):
         *,
         inner: Drafter,
         guesses: int = GUESSES,
+        faster: Faster | None = None,
     ) -> None:
         super().__init__(target, model, settings)
-        self.guesser = Guesser(inner, guesses)
+        self.guesser, self.faster, self._guesses_now = Guesser(inner, guesses), faster, True
 
     def join(self, row: Row) -> None:
         """The inner drafter sees the row; the draft model reads it with its prompt, or with its first draft."""
@@ -127,7 +158,19 @@ class StagedDrafter(DraftModelDrafter):
         super().leave(row)
         self.guesser.leave(row)
 
+    def draft(self, rows: Sequence[Row], budget: int) -> list[DraftTree]:
+        """Trees for all rows together, with guesses where these save time."""
+        if self.faster is None:
+            return super().draft(rows, budget)
+        self._guesses_now, began = self.faster.guess(len(rows)), time.perf_counter()
+        trees = super().draft(rows, budget)
+        if any(tree.size > 1 for tree in trees):
+            self.faster.saw(self._guesses_now, len(rows), 1e3 * (time.perf_counter() - began))
+        return trees
+
     def _guesses(self, row: Row, continuations: Continuations, nodes: Sequence[int], depth: int) -> list[int]:
+        if not self._guesses_now:
+            return []
         guesses = self.guesser.guesses(row, continuations, nodes[0], depth=depth, words=self.words)
         return [node for node in guesses if node not in nodes]
 
@@ -138,7 +181,7 @@ class StagedSettings(DraftModelSettings):
 
     inner    its specification, with ; between settings: inner=prompt_lookup:tokens=4;ngram=2. draft_model or staged put
              a second, smaller draft model inside, and staged a drafter inside that
-    guesses  of the inner drafter in one pass of the draft model, at most
+    guesses  of the inner drafter in one pass of the draft model, at most; none where drafts are faster without
     """
 
     least = (("guesses", 1),)
@@ -166,7 +209,7 @@ def _inner() -> tuple[Method, ...]:
 def _build(target: Decoder, settings: StagedSettings, module: nn.Module | None) -> Drafter:
     model = draft_of(target, settings, "staged", module)
     inner = build(settings.guesser, model, [])
-    return StagedDrafter(target, model, settings, inner=inner, guesses=settings.guesses)
+    return StagedDrafter(target, model, settings, inner=inner, guesses=settings.guesses, faster=Faster())
 
 
 METHOD = Method(
