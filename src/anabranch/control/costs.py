@@ -186,9 +186,9 @@ def _typical(target: Decoder) -> StepCosts:
 
 @torch.inference_mode()
 def plain_ms(target: Decoder) -> float:
-    """Time a pass over one row: the faster of two, after one that touches the weights."""
+    """Time a pass over one row, without a source: the faster of two, after one that touches the weights."""
     cache = target.new_cache(1, 1 if target.rider is None else target.rider.positions(1))
-    cache.add_row(0, None if target.encoder is None else target.encode(target.encoder.some(1)))
+    cache.add_row(0)
     times = []
     with target.decoding():
         for _ in range(3):

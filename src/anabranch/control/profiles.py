@@ -282,8 +282,8 @@ def _know_passes(target: Target, situation: Situation) -> tuple[Origin, str]:
 
 
 def _as_before(target: Decoder, kept: PassCosts) -> bool:
-    """Return whether a pass over one row takes about as long as it did."""
-    return 1 / BUSY < plain_ms(target) / kept.costs.ms[0] < BUSY
+    """Return whether a pass over one row takes about as long as it did, where no source has to be read first."""
+    return target.encoder is not None or 1 / BUSY < plain_ms(target) / kept.costs.ms[0] < BUSY
 
 
 def _pass_costs(record: Mapping[str, Any]) -> PassCosts:
