@@ -154,12 +154,15 @@ ITEMS = (
     ),
     Item(
         *(LEVIATHAN, "table 2", "T5-XXL: alpha, gamma, speedup", "differs"),
-        "[two models of one family](#acceptance-rates-predicted-and-measured-speedup); T5's rows are "
+        "[two models of one family](#acceptance-rates-predicted-and-measured-speedup): alpha is 0.79 and 0.69 at "
+        "temperatures 0 and 1 (T5-XXL by T5-small: 0.75 and 0.62), but c is 0.45 in place of at most 0.04, and on two "
+        "cores with AVX2 a step of gamma 3 takes 2.9 plain ones: 0.81 times plain decoding. T5's rows are "
         "[predicted](theory.md#closed-forms)",
     ),
     Item(
-        *(LEVIATHAN, "table 3", "alpha of draft models, bigrams and unigrams", "differs"),
-        "[the same study](#acceptance-rates-predicted-and-measured-speedup), on one target",
+        *(LEVIATHAN, "table 3", "alpha of draft models, bigrams and unigrams", "reproduced"),
+        "[the same study](#acceptance-rates-predicted-and-measured-speedup), on one target: 0.79 and 0.69 for a draft "
+        "model (theirs 0.5 to 0.9), 0.02 to 0.12 for n-grams counted on 172,533 tokens of code (0.03 to 0.23)",
     ),
     Item(
         *(LEVIATHAN, "figure 5", "a trace over time", "differs"),
