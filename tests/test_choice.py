@@ -293,6 +293,8 @@ def test_what_was_learned_is_kept_for_the_next_load(home: Path, monkeypatch: pyt
     assert again.choice is not None
     assert again.choice.to_dict() == json.loads(path.read_text(encoding="utf-8"))["yields"] != seen, "closing writes it"
     assert again.cards["medusa"] == {16: 2.5}, "what the cards say is read too"
+    made = again.controller(model().target.decoder)
+    assert (made.costs, made.choice, made.cards) == (again.costs, again.choice, again.cards)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from torch import nn
 from anabranch import loading
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.capabilities import Support, check_named_once, refuse, support_of
-from anabranch.control.controller import Controller
 from anabranch.control.profiles import Known, Situation, keep_choice, settle, tuned_drafter
 from anabranch.declared import ChatKeywords, Keywords
 from anabranch.decoding import generation
@@ -207,9 +206,7 @@ class Model:
             drafter = self._built(spec)
             if drafter.adaptive and self.known is None:
                 self.known = settle(self.target, self.adapters)
-                known, ragged = self.known, self.target.decoder.ragged
-                controller = Controller(known.costs, ragged=ragged, choice=known.choice, cards=known.cards)
-                self._scheduler.use(controller)
+                self._scheduler.use(self.known.controller(self.target.decoder))
             return drafter
 
     def settle(self) -> None:

@@ -11,7 +11,6 @@ from typing import Literal
 from anabranch.bench.peers import open_peer, parse_peer
 from anabranch.bench.peers.environments import find_python
 from anabranch.bench.run import Contender, Ours
-from anabranch.control.controller import Controller
 from anabranch.control.profiles import settle
 from anabranch.declared import Keywords
 from anabranch.drafting.settings import pieces
@@ -153,6 +152,5 @@ def open_entry(
     drafter = make_drafter(spec, target.decoder, *loaded.modules)
     controller = None
     if drafter.adaptive:
-        known = settle(target, loaded.adapters)
-        controller = partial(Controller, known.costs, ragged=target.decoder.ragged, choice=known.choice)
+        controller = partial(settle(target, loaded.adapters).controller, target.decoder)
     return Ours(target, drafter, capacity=capacity, call=call, spec=str(spec), controller=controller)

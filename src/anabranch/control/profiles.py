@@ -25,6 +25,7 @@ import torch
 from anabranch.adapters.folder import LoadedAdapter
 from anabranch.adapters.record import predicted_lengths
 from anabranch.control.choice import Choice
+from anabranch.control.controller import Controller
 from anabranch.control.costs import BUSY, Costs, PassCosts, StepCosts, costs_of, known_costs, plain_ms
 from anabranch.errors import FileError, InputError, PerformanceWarning, one_line
 from anabranch.methods import AUTO, resolve_spec
@@ -165,6 +166,10 @@ class Known:
     when: str = ""
     choice: Choice | None = None
     cards: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+    def controller(self, target: Decoder) -> Controller:
+        """A controller that begins with all of this; the costs are shared."""
+        return Controller(self.costs, ragged=target.ragged, choice=self.choice, cards=self.cards)
 
     @property
     def busy(self) -> bool:

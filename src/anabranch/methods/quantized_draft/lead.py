@@ -8,6 +8,7 @@ speculative decoding (Spector and Ré 2023) with the streams as its last stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -96,7 +97,7 @@ class LeadStreamDrafter(StreamDrafter):
         if self.native is None or self.prune or not adapter.reads_main or self.tree.settings.kind == "product":
             raise CapabilityError(REFUSAL)
         self.copy = LeadCopy(target, adapter, self.native, copy=self.tree.settings.copy)
-        self.most_rows = LEAD_ROWS if tokens is None else None
+        self.most_rows = LEAD_ROWS if tokens is None else math.inf
         self.tokens = AUTO_LEAD if tokens is None else tokens
         self._longest = self.tokens + self.copy.beyond
         self.needs = replace(self.needs, positions=adapter.shape.num_streams + self._longest)
@@ -144,8 +145,7 @@ class LeadStreamDrafter(StreamDrafter):
         seen: Observation,
     ) -> None:
         """Let the copy draft, and the streams trail it; ``nodes`` are the rows of ``main_MD`` of the newest tokens."""
-        leads = self.most_rows is None or len(rows) <= self.most_rows
-        budget, count = min(seen.budget, self.max_nodes), self.tokens if leads else 0
+        budget, count = min(seen.budget, self.max_nodes), self.tokens if len(rows) <= self.most_rows else 0
         most = min(budget - 1, self._longest) if count else 0
         copied = [
             Copied(
