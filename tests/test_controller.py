@@ -175,11 +175,14 @@ def test_acceptance_follows_the_drafts_and_a_new_text_starts_from_the_usual_one(
 
 def test_statistics_of_a_new_batch_size_are_those_of_the_nearest() -> None:
     made, drafter = controller(FREE), Adaptive()
-    seen = DraftStats((0.9,) * 15, (0.9,) * 15, fixed_ms=2.0, steps=9)
+    seen = DraftStats((0.9,) * 15, (0.9,) * 15, fixed_ms=2.0, drafts=60, steps=9)
     made._stats[drafter.name, 2, 1] = seen
     made._stats[drafter.name, 2, 6] = DraftStats((PRIOR,) * 15, (PRIOR,) * 15, fixed_ms=30.0, steps=9)
     near = made.stats(drafter, 2, 2)
     assert (near.acceptance, near.fixed_ms, near.steps) == (seen.acceptance, 2.0, 0)
+    hard = [star(*[0.01] * 15)] * 2
+    made.choose([Row([9], 1, SHORT)] * 2, [drafter] * 2, hard, {drafter: Plan(16)})
+    assert min(made.stats(drafter, 2, 2).acceptance) > 0.8, "one step of another batch size is little evidence"
 
 
 # -- simulated machines -----------------------------------------------------------------------------------------------

@@ -199,15 +199,17 @@ class Controller:
         self._plans: dict[Drafter, tuple[Plan, int]] = {}  # of the next step, with the drafters' rows
 
     def stats(self, drafter: Drafter, mode: int, rows: int) -> DraftStats:
-        """Statistics of a drafter in a mode at a batch size; before any were taken, those of the nearest size."""
+        """Statistics of a drafter in a mode at a batch size; before any were taken, those of the nearest size.
+
+        The first step of the new size corrects its cost at once. Acceptance does not change with the load.
+        """
         key = drafter.name, mode, rows.bit_length()
         known = self._stats.get(key)
         if known is None:
             seen = [order for name, kind, order in self._stats if (name, kind) == key[:2]]
             if seen:
                 nearest = min(seen, key=lambda order: abs(order - key[2]))
-                known = self._stats[drafter.name, mode, nearest]
-                known = replace(known, drafts=0, steps=0)
+                known = replace(self._stats[drafter.name, mode, nearest], steps=0)
             else:
                 most = max(1, min(drafter.max_nodes, BUDGETS[-1]) - 1)
                 card = next((self.cards[name] for name in drafter.name.split("+") if self.cards.get(name)), None)
