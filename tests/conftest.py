@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -29,6 +31,35 @@ settings.load_profile("same")
 def pytest_runtest_setup() -> None:
     """Let a test's random tensors not depend on the tests that ran before it in its process."""
     torch.default_generator.manual_seed(0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist whether the run is one of all tests."""
+    node.workerinput["all_tests"] = _all_tests(node.config)
+
+
+def _all_tests(config: pytest.Config) -> bool:
+    of_worker: dict[str, bool] = getattr(config, "workerinput", {})
+    return of_worker.get("all_tests", config.args_source is pytest.Config.ArgsSource.TESTPATHS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a run of all tests, mark three cases in four of each parametrised test as thorough.
+
+    Checksums of the cases' names choose, so what remains varies in every parameter. A run of named files has all cases.
+    """
+    if not _all_tests(config):
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("thorough"):
+            cases[item.parent, item.originalname].append(item)
+    for of_test in cases.values():
+        of_test.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in of_test[-(-len(of_test) // 4) :]:
+            item.add_marker("thorough")
 
 
 def pytest_collection_finish() -> None:

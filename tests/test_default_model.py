@@ -64,6 +64,7 @@ def test_every_method_emits_the_tokens_of_plain_decoding(
         assert _decode(target, adapter, spec, rows=2) == plain, spec
 
 
+@pytest.mark.thorough
 def test_a_draft_model_ships(target: Target, adapter: StreamAdapter, plain: list[list[int]]) -> None:
     folder = shipped_draft(target.decoder)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 20e6

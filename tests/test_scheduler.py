@@ -308,6 +308,7 @@ def in_threads(work: Sequence[Callable[[], None]]) -> None:
         assert not thread.is_alive()
 
 
+@pytest.mark.thorough
 def test_several_calls_at_once_give_what_each_gives_alone() -> None:
     model = toy_model()
     prompts = ("the thing", "a", "another prompt, longer than both", "the river")
@@ -364,6 +365,7 @@ def test_ctrl_c_in_one_thread_ends_the_call_of_that_thread_only(where: str, monk
     assert not scheduler.busy
 
 
+@pytest.mark.thorough
 def test_streams_in_turns_and_calls_between_them() -> None:
     model = toy_model()
     texts, specs = ("the thing", "a river of the"), ("streams:tree=8", "none", "prompt_lookup")

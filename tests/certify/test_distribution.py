@@ -81,6 +81,7 @@ def test_exact_drafters_are_lossless(target: Target, modules: list[nn.Module], s
     assert json.loads(json.dumps(certificate.to_dict()))["verdict"] == "lossless"
 
 
+@pytest.mark.thorough
 def test_a_rule_that_accepts_every_draft_is_found(
     target: Target, modules: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_compare_measures_both_ways(anabranch: Anabranch, where: list[object]) -
     assert "other drafter" in refused.err or "another drafter" in refused.err
 
 
+@pytest.mark.thorough
 def test_a_real_run_into_a_pipe_that_closes(toys: ToyFolders) -> None:
     command = [*PROGRAM, "generate", "the thing", "--model", str(toys.model), "--drafter", "none", "--raw"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as cut:

@@ -81,6 +81,7 @@ def test_no_help_imports_torch() -> None:
     assert shown.count("Usage: ") == len(every_command())
 
 
+@pytest.mark.thorough
 def test_completion_installs_for_bash_and_completes(tmp_path: Path) -> None:
     program = tmp_path / "anabranch"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from anabranch.cli import main; main()" "$@"\n')

@@ -203,6 +203,7 @@ def test_num_return_sequences_differ() -> None:
     assert len({tuple(row.tolist()) for row in sampled}) == 4
 
 
+@pytest.mark.thorough
 def test_sampled_distribution_is_that_of_transformers() -> None:
     """The first new token of many rows against the distribution that transformers samples from."""
     options = {"do_sample": True, "temperature": 1.5, "top_k": 6, "max_new_tokens": 1, "return_dict_in_generate": True}

@@ -134,6 +134,7 @@ def test_shapes_that_are_refused() -> None:
     assert all(bool((a == b).all()) for a, b in zip(fresh.parameters(), trained.parameters(), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_draft_model_that_drafts(toys: ToyFolders, tmp_path: Path) -> None:
     folder = tmp_path / "draft"

@@ -118,6 +118,7 @@ def test_options_that_are_refused() -> None:
         TRAINED.training.recipe(None, {"streams": 3})
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_head_that_drafts(toys: ToyFolders, tmp_path: Path) -> None:
     folder = tmp_path / "head"

@@ -255,6 +255,7 @@ def test_a_drafter_needs_its_adapter_and_follows_its_shape() -> None:
     assert isinstance(make_drafter("hydra:tree=auto", small(), heads(small(), prefix=True)), PrefixDrafter)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 @pytest.mark.parametrize("recipe", ["small", pytest.param("plus-plus", marks=MORE), pytest.param("paper", marks=MORE)])
 def test_from_completions_to_heads_that_draft(recipe: str, toys: ToyFolders, tmp_path: Path) -> None:

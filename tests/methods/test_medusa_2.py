@@ -129,6 +129,7 @@ def test_the_default_model_is_tuned_from_its_gguf_file(tmp_path: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_tuned_target_with_its_heads(toys: ToyFolders, tmp_path: Path) -> None:
     shared = ("--num-heads", 2, "--batch-tokens", 200, "--warmup", 2, "--lr", 0.01)

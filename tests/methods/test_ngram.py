@@ -65,6 +65,7 @@ class BruteForce:
         return [k / total if k else alpha * p for p, k in zip(lower, kept, strict=True)]
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(documents)
 def test_distributions_are_katzs(texts: list[list[int]]) -> None:

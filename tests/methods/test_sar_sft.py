@@ -130,6 +130,7 @@ def test_what_is_refused() -> None:
     assert MaskConfig.from_dict({"num_masks": 2}) == MaskConfig(2)  # as written before targets could be tuned
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_tuned_target_with_its_masks(toys: ToyFolders, tmp_path: Path) -> None:
     folder = tmp_path / "joint"

@@ -118,6 +118,7 @@ def test_rejection_of_sampled_chains_keeps_the_joint_distribution_of_two_tokens(
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_arrays_of_any_content_cost_acceptance_alone(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     random = np.random.default_rng(0)

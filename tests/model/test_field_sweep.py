@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -324,5 +325,9 @@ def test_each_field_alone_with_several_values(family: str, folder: Path) -> None
     others = {name for each in FIELDS.values() for name in (*each.honoured, *each.aliases, *each.refused)}
     own = {*table.honoured, *table.aliases, *table.refused, *table.ignored}
     pairs = [(field, value) for field in sorted(own) for value in [*values(family, field), None]]
-    pairs += [(field, values(family, field)[0]) for field in sorted({*others, *FOREIGN} - own)]
+    # each field of other families in a quarter of the families
+    foreign = [
+        field for field in sorted({*others, *FOREIGN} - own) if zlib.crc32(f"{family} {field}".encode()) % 4 == 0
+    ]
+    pairs += [(field, values(family, field)[0]) for field in foreign]
     assert sweep(family, folder, iter(pairs)) == ""

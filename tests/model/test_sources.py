@@ -181,6 +181,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(folders: Folders, model:
         model.generate(SOURCES[0], drafter=f"draft_model:model={tmp_path / 'alone'}")
 
 
+@pytest.mark.thorough
 def test_the_command_line_takes_the_source(
     folders: Folders, model: Model, anabranch: Anabranch, tmp_path: Path
 ) -> None:

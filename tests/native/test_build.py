@@ -112,6 +112,7 @@ def test_reasons_for_having_no_kernels(home: Path, monkeypatch: pytest.MonkeyPat
     assert "note: in a file" in log
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_compiled_once(home: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By a compiler of several words; a second start needs none."""

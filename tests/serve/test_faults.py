@@ -113,6 +113,7 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
     assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
 
 
+@pytest.mark.thorough
 def test_a_server_that_ends_under_load_answers_everyone() -> None:
     """Requests that run end whole or with an error in their interface's form; nobody waits forever."""
     with (

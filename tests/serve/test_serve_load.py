@@ -23,6 +23,7 @@ def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("serve_load").main()
 
 
+@pytest.mark.thorough
 def test_loads_of_two_servers_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite, out = tmp_path / "suite.jsonl", tmp_path / "serve.json"
     suite.write_text("".join(json.dumps({"prompt": f"the thing {i}"}) + "\n" for i in range(8)))

@@ -58,6 +58,7 @@ def test_windows_are_those_of_transcribe_and_a_run_goes_on(model: Model, files: 
         write_transcripts(model.target, listed, out, language="de")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_an_adapter_drafts_transcripts(
     folder: Path, files: Path, tmp_path: Path, anabranch: Anabranch, sounds: list[NDArray[np.float32]]

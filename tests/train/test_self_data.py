@@ -167,6 +167,7 @@ def test_a_model_that_writes_nothing_usable_is_given_up(tmp_path: Path, monkeypa
         write_prompts(TARGET, tmp_path / "p.jsonl", 5, rows=4)
 
 
+@pytest.mark.thorough
 def test_data_are_written_until_the_budget(tmp_path: Path) -> None:
     seen: list[DataProgress] = []
     plan = SelfData(tokens=300, rows=4, max_new_tokens=12)

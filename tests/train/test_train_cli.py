@@ -154,6 +154,7 @@ def test_plain_text_and_nothing_held_out(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["measured"] == {}
 
 
+@pytest.mark.thorough
 def test_no_data_at_all_is_one_command_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [{"prompt": " ".join(f"w{i}" for i in prompt(4, n))} for n in range(8)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own), encoding="utf-8")

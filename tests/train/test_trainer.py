@@ -78,6 +78,7 @@ def whole(examples: list[Example], tmp_path_factory: pytest.TempPathFactory) -> 
     return weights(run), evaluation, folder
 
 
+@pytest.mark.thorough
 def test_the_loss_falls_and_streams_learn(examples: list[Example], tmp_path: Path) -> None:
     run = trainer(examples, tmp_path, replace(OPTIONS, epochs=16.0, lr=3e-2))
     run.held_out = run.examples  # so few examples teach nothing but themselves

@@ -58,6 +58,7 @@ def found(target: Target, adapter: LoadedAdapter) -> Fit:
     return fit(target, [adapter.module], PROMPTS, max_new_tokens=24)
 
 
+@pytest.mark.thorough
 def test_what_is_predicted_to_be_fastest_is_checked(found: Fit) -> None:
     rates = {str(one.candidate.spec): one.rate for one in found.tried}
     assert rates[str(found.predicted.spec)] == max(rates.values()) == found.prediction
@@ -188,6 +189,7 @@ class RepeatDrafter(Drafter):
         ]
 
 
+@pytest.mark.thorough
 def test_a_method_of_ones_own_is_tuned(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "_registry", methods.methods())
     register(
