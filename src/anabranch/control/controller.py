@@ -283,15 +283,11 @@ class Controller:
         most = drafter.max_nodes
         sizes = [n for n in BUDGETS if n < most] + [min(most, BUDGETS[-1])]
         modes = [
-            *([[0]] if self._least(drafter, rows) == 0 else []),
+            [0],
             *([[1]] if drafter.traits.free == "some" else []),
             [most] if drafter.traits.free == "all" else sizes,
         ]
         return [self._best(drafter, mode, count, rows, others, context) for mode in modes]
-
-    def _least(self, drafter: Drafter, rows: int) -> int:
-        """The mode of the least drafting. Free drafts of a row that is alone are always made: they show copied text."""
-        return {"none": 0, "some": 1, "all": 2}[drafter.traits.free] if rows == 1 else 0
 
     def _best(self, drafter: Drafter, sizes: Sequence[int], count: int, rows: int, others: int, context: float) -> Plan:
         """The plan of the highest rate among sizes of a draft in one mode."""
@@ -413,11 +409,10 @@ class Controller:
         for drafter in drafters:
             plans = self._modes(drafter, rows, rows, 0, context)
             rate = max(plan.rate for plan in plans if plan.mode != 1)
-            expected[drafter.spec] = max(1.0, rate * self._plain_ms(drafter, rows, context) / rows)
+            expected[drafter.spec] = max(1e-3, rate * self._plain_ms(drafter, rows, context) / rows)
         chosen = self.choice.choose(expected, rows, using=None if using is None else using.spec)
         return next(drafter for drafter in drafters if drafter.spec == chosen)
 
     def _plain_ms(self, drafter: Drafter, rows: int, context: float) -> float:
-        """Milliseconds of a step without a draft, or with free drafts that found nothing."""
-        beside = self.stats(drafter, self._least(drafter, rows), rows).draft_ms(0, rows)
-        return self.costs.pass_ms(rows, rows, context) + beside
+        """Milliseconds of a step without a draft."""
+        return self.costs.pass_ms(rows, rows, context) + self.stats(drafter, 0, rows).draft_ms(0, rows)
