@@ -63,7 +63,7 @@ def test_the_sum_is_the_fraction(alpha: float, gamma: int, c: float) -> None:
 
 
 @pytest.mark.thorough
-@settings(deadline=None, max_examples=10)  # the sums that they are compared with are long
+@settings(deadline=None, max_examples=25)  # the sums that they are compared with are long
 @given(alpha=RATES, c=COSTS)
 def test_the_best_gamma_is_the_best_of_all(alpha: float, c: float) -> None:
     best = optimal_gamma(alpha, c)

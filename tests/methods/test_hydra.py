@@ -257,7 +257,7 @@ def test_a_drafter_needs_its_adapter_and_follows_its_shape() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
-@pytest.mark.parametrize("recipe", ["small", pytest.param("plus-plus", marks=MORE), pytest.param("paper", marks=MORE)])
+@pytest.mark.parametrize("recipe", ["small", "plus-plus", "paper"])
 def test_from_completions_to_heads_that_draft(recipe: str, toys: ToyFolders, tmp_path: Path) -> None:
     folder = tmp_path / "heads"
     options = ("--num-heads", 3, "--epochs", 8, "--batch-tokens", 200, "--warmup", 4, "--lr", 0.01, "--no-timing")

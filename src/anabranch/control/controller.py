@@ -201,7 +201,7 @@ class Controller:
     def stats(self, drafter: Drafter, mode: int, rows: int) -> DraftStats:
         """Statistics of a drafter in a mode at a batch size; before any were taken, those of the nearest size.
 
-        The first step of the new size corrects its cost at once. Acceptance does not change with the load.
+        The first step of the new size replaces the cost. Acceptance does not depend on the load.
         """
         key = drafter.name, mode, rows.bit_length()
         known = self._stats.get(key)

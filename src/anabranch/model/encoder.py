@@ -148,13 +148,14 @@ class Encoder(Layers):
         some = next(self.blocks.parameters())
         if self.conv1 is not None and self.conv2 is not None:
             assert source.features is not None
-            # in float32 on a CPU: without instructions for bfloat16, its convolutions take 40 times as long
-            kind = torch.float32 if some.device.type == "cpu" else some.dtype
+            # bfloat16 convolutions take 40 times as long as float32 ones on a CPU without instructions for them
+            dtype = self.conv1.weight.dtype
+            kind = torch.float32 if some.device.type == "cpu" else dtype
             x = source.features[None].to(some.device, kind)
             for conv in (self.conv1, self.conv2):
                 bias = None if conv.bias is None else conv.bias.to(kind)
                 x = F.gelu(F.conv1d(x, conv.weight.to(kind), bias, conv.stride, conv.padding))
-            x = x.transpose(1, 2).to(self.conv1.weight.dtype)
+            x = x.transpose(1, 2).to(dtype)
         else:
             x = embedding(torch.tensor([*source.tokens], device=some.device)[None])
             x = x * self.config.embedding_scale if self.config.embedding_scale != 1.0 else x
