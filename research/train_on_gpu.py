@@ -1,4 +1,4 @@
-"""Train streams for a Qwen2 GGUF on a GPU that is lent for minutes: completions of prepared prompts, then the adapter.
+"""Train an adapter on a GPU that is lent for minutes: completions of prepared prompts, then the adapter.
 
 A thousand prompts are completed at a time. Then training takes the seconds that are left.
 
@@ -12,7 +12,12 @@ A thousand prompts are completed at a time. Then training takes the seconds that
 ``prepare`` renders prompts as token ids on any machine, so that a lent one needs neither templates nor data. ``split``
 cuts a model into files that a narrow transfer takes; ``train`` puts MODEL.gguf together where it is missing and
 ``--parts`` has them. It writes ADAPTER.answers.jsonl, with which ``anabranch train streams --answers`` goes on
-anywhere. docs/gpu.md says what the sizes need.
+anywhere. ``complete`` writes completions alone, on which several methods can be trained at the same time:
+
+    python research/train_on_gpu.py complete MODEL --prompts prompts.jsonl --seconds 60 --out answers.jsonl
+    python research/train_on_gpu.py train MODEL --answers answers.jsonl --method hydra --set head=own --out HYDRA
+
+docs/gpu.md says what the sizes need.
 """
 
 from __future__ import annotations
@@ -62,7 +67,8 @@ SHAPES: dict[int, dict[str, int]] = {
         "root_width": 320,
     },
 }
-STEPS = {"segment": 2048, "lr": 2e-3, "held_out": 48, "evaluate_every": 10**6}
+STEPS: dict[str, Any] = {"segment": 2048, "held_out": 48, "evaluate_every": 10**6}
+RATE = 2e-3  # learning rate of those shapes
 LICENCES = {
     "code tasks": "CC0-1.0",
     "oasst1_en": "Apache-2.0",
@@ -214,27 +220,44 @@ class _TimedError(Exception):
     """Enough steps were timed."""
 
 
+def _loaded(args: argparse.Namespace) -> Target:
+    if not args.model.exists() and args.parts is not None:
+        join(args.model, args.parts)
+    return load_target(str(args.model), dtype="bfloat16", device=args.device)
+
+
+def only_complete(args: argparse.Namespace) -> None:
+    """Complete prompts until ``--seconds`` have passed."""
+    began = time.monotonic()
+    complete(_loaded(args).decoder, args.prompts, args.out, began + args.seconds, args.batch)
+
+
 def train(args: argparse.Namespace) -> None:
     """Complete prompts for ``--share`` of the time, and train in the rest."""
     began = time.monotonic()
-    if not args.model.exists() and args.parts is not None:
-        join(args.model, args.parts)
-    target = load_target(str(args.model), dtype="bfloat16", device=args.device)
+    target = _loaded(args)
     answers = args.out.with_suffix(".answers.jsonl")
     print(f"{time.monotonic() - began:.0f} s: loaded", flush=True)
     if args.prompts is not None:
         complete(target.decoder, args.prompts, answers, began + args.share * args.seconds, args.batch)
-    if args.answers:  # no prompt is learned twice
+    if args.answers:  # no prompt is learned twice; sounds all have the same one
         paths = (path for path in (answers, *args.answers) if path.exists())
-        rows = {tuple(row["prompt_ids"]): row for path in paths for _, row in read_rows(path)}
+        rows = {(*row["prompt_ids"], str(row.get("sound"))): row for path in paths for _, row in read_rows(path)}
         answers.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
     print(f"{time.monotonic() - began:.0f} s: completed", flush=True)
     if args.device == "cuda":
         torch.cuda.empty_cache()
-    shape = SHAPES.get(target.decoder.config.hidden_size, {}) if args.recipe == SHAPED and args.init is None else {}
-    given: dict[str, Any] = {**STEPS, **shape, "batch_tokens": args.batch_tokens, "recompute": args.recompute}
+    given: dict[str, Any] = {**STEPS, "batch_tokens": args.batch_tokens}
+    if args.recompute:
+        given["recompute"] = True
+    if args.method == "streams" and args.recipe is None:
+        args.recipe = SHAPED
+        given["lr"] = RATE
+        if args.init is None:
+            given |= SHAPES.get(target.decoder.config.hidden_size, {})
     if args.lr is not None:
         given["lr"] = args.lr
+    given |= dict(args.set)
     step, each = _rate(args, target, answers, given)
     left = args.seconds - (time.monotonic() - began) - RESERVE
     epochs = round(max(0.05, left / step / each), 2)
@@ -275,16 +298,26 @@ def _fit(
     report: Callable[[Progress], None],
     out: Path,
 ) -> dict[str, Any]:
-    """Train streams on the completions, and return their record."""
-    method = trainable("streams")
+    """Train the method on the completions, and return the adapter's record."""
+    method = trainable(args.method)
     assert method.trained is not None
-    recipe = method.trained.training.recipe(args.recipe, given)
+    training = method.trained.training
+    recipe = training.recipe(args.recipe, {n: v for n, v in given.items() if n in training.options or n not in STEPS})
     examples = read_data(target, recipe, answers=answers, anybodys=True)
     command = shown_command("python", "research/train_on_gpu.py", *sys.argv[1:])
     return train_adapter(
         *(target, method, recipe, examples, out),
         report=report, resume=False, licences=LICENCES, init=args.init, command=command,
     )  # fmt: skip
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE, a value of the recipe."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def main() -> None:
@@ -301,22 +334,28 @@ def main() -> None:
     splitting.add_argument("--megabytes", type=int, default=60, help="of a part, at most")
     splitting.add_argument("--out", type=Path, required=True)
     splitting.set_defaults(run=split)
-    training = verbs.add_parser("train")
-    training.add_argument("model", type=Path)
+    placed = argparse.ArgumentParser(add_help=False)
+    placed.add_argument("model", type=Path)
+    placed.add_argument("--parts", type=Path, help="the folder of the model's parts, where the model is missing")
+    placed.add_argument("--batch", type=int, default=BATCH, help="prompts that are decoded at a time")
+    placed.add_argument("--seconds", type=float, default=600.0, help="for everything")
+    placed.add_argument("--device", default="cuda")
+    placed.add_argument("--out", type=Path, required=True)
+    completing = verbs.add_parser("complete", parents=[placed])
+    completing.add_argument("--prompts", type=Path, required=True, help="prompts to complete")
+    completing.set_defaults(run=only_complete)
+    training = verbs.add_parser("train", parents=[placed])
     training.add_argument("--prompts", type=Path, help="prompts to complete")
     training.add_argument("--answers", type=Path, nargs="*", default=[], help="completions that are there already")
-    training.add_argument("--recipe", default=SHAPED)
+    training.add_argument("--method", default="streams", help="what is trained")
+    training.add_argument("--recipe", help=f"default: the method's first, of streams {SHAPED}")
+    training.add_argument("--set", type=setting, action="append", default=[], help="NAME=VALUE of the recipe")
     training.add_argument("--init", help="an adapter to start from, by its folder or its name")
     training.add_argument("--lr", type=float, help="learning rate")
-    training.add_argument("--seconds", type=float, default=600.0, help="for everything")
     training.add_argument("--share", type=float, default=0.45, help="of the seconds in which completions are begun")
     training.add_argument("--evaluations", type=int, default=2, help="on the way")
-    training.add_argument("--parts", type=Path, help="the folder of the model's parts, where the model is missing")
-    training.add_argument("--batch", type=int, default=BATCH, help="prompts that are decoded at a time")
     training.add_argument("--batch-tokens", type=int, default=8192, help="of a step; less for less memory")
     training.add_argument("--recompute", action="store_true", help="compute layers again for their gradients")
-    training.add_argument("--device", default="cuda")
-    training.add_argument("--out", type=Path, required=True)
     training.set_defaults(run=train)
     args = parser.parse_args()
     args.run(args)

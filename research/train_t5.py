@@ -90,13 +90,14 @@ def padded(texts: Sequence[list[int]]) -> Tensor:
 class Run:
     """The training of one model, step by step; ``folder`` has its state after every ``EVERY`` steps."""
 
-    def __init__(self, folder: Path, sizes: dict[str, int], words: int) -> None:
+    def __init__(self, folder: Path, sizes: dict[str, int], words: int, device: str) -> None:
         from transformers import T5Config, T5ForConditionalGeneration
 
         torch.manual_seed(0)
         ends = {"pad_token_id": PAD, "eos_token_id": END, "decoder_start_token_id": PAD}
         config = T5Config(vocab_size=words, dropout_rate=0.1, **sizes, **ends)
-        self.folder, self.model, self.step = folder, T5ForConditionalGeneration(config).train(), 0
+        self.folder, self.step, self.device = folder, 0, device
+        self.model = T5ForConditionalGeneration(config).to(device).train()
         self.seconds = 0.0  # of all starts
         self.names = dict(self.model.named_parameters())
         self.adam = torch.optim.AdamW(self.names.values(), lr=RATE, weight_decay=0.01)
@@ -109,7 +110,7 @@ class Run:
         with torch.no_grad():
             for name, parameter in self.names.items():
                 parameter.copy_(stored[name])
-                state = {kind: stored[f"{name}.{kind}"] for kind in STATE}
+                state = {kind: stored[f"{name}.{kind}"].to(parameter.device) for kind in STATE}
                 self.adam.state[parameter] = {"step": torch.tensor(float(self.step)), **state}
 
     def save(self) -> None:
@@ -126,6 +127,7 @@ class Run:
         """A step; returns the loss of a token."""
         for group in self.adam.param_groups:
             group["lr"] = rate
+        sources, texts = sources.to(self.device), texts.to(self.device)
         labels = texts.masked_fill(texts == PAD, -100)
         loss = self.model(input_ids=sources, attention_mask=(sources != PAD).long(), labels=labels).loss
         self.adam.zero_grad()
@@ -157,6 +159,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with e2e_nlg and wmt16_en_ro")
     parser.add_argument("--minutes", type=float, default=170.0, help="of both trainings together")
     parser.add_argument("--steps", type=int, default=20_000, help="of each training at most")
+    parser.add_argument("--device", default="cpu", help="cuda: a GPU, where four minutes do")
     parser.add_argument("--limit", type=int, help="train on so many pairs, for a trial")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -173,7 +176,7 @@ def main() -> None:
         (args.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     encoded = [tuple(tokenizer(text).input_ids[:LONGEST] for text in (pair.source, pair.text)) for pair in pairs]
     for name, share in SHARES.items():
-        run = Run(args.out / "runs" / name, SIZES[name], len(tokenizer))
+        run = Run(args.out / "runs" / name, SIZES[name], len(tokenizer), args.device)
         train(run, encoded, args.steps, 60 * args.minutes * share)
         run.model.save_pretrained(args.out / name)
         tokenizer.save_pretrained(args.out / name)
