@@ -197,13 +197,16 @@ def test_the_oldest_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_buckets() -> None:
-    assert [width_bucket(n, 1) for n in (1, 2, 3, 9, 32, 33, 256, 257)] == [1, 2, 4, 12, 32, 48, 256, None]
+    assert [width_bucket(n, 1) for n in (1, 2, 3, 9, 32, 33, 256, 257)] == [1, 8, 8, 16, 32, 64, 256, None]
+    assert [width_bucket(n, 4) for n in (1, 2, 3, 9)] == [1, 2, 4, 16]
     assert width_bucket(200, 8) is None
     for span in range(1, 40_000, 7):
         read = span_bucket(span, 100_000)
         assert span <= read <= max(256, 1.25 * span + 1, span + 255)
         assert span_bucket(span, span + 3) <= span + 3
     assert len({span_bucket(span, 100_000) for span in range(1, 40_000)}) < 32
+    wide = [span_bucket(span, 100_000, skips=True) for span in (1, 1024, 1025, 70_000)]
+    assert wide == [1024, 1024, 4096, 100_000]
 
 
 def test_no_warning_where_all_is_well() -> None:

@@ -170,10 +170,10 @@ class GraphBackend(TorchBackend):
             return super().run(network, request)
         assert width is not None
         cache.begin(width, slots)
-        return self._replayed(network, request, rows, width, span_bucket(longest + width, cache.capacity))
+        return self._replayed(network, request, rows, width, longest + width)
 
-    def _replayed(self, network: Network, request: PassRequest, rows: int, width: int, span: int) -> PassResult:
-        """Run a pass of ``width`` nodes a row that reads ``span`` positions of the cache, captured when it is repeated.
+    def _replayed(self, network: Network, request: PassRequest, rows: int, width: int, used: int) -> PassResult:
+        """Run a pass of ``width`` nodes a row over ``used`` positions of the cache, captured when it is repeated.
 
         Where fused operations are trusted, the device computes positions and masks from one tensor.
         """
@@ -182,6 +182,7 @@ class GraphBackend(TorchBackend):
         table = rope.rotations(cache.capacity).table
         paths = known and need == "paths"
         fused = known and rider is None and rows * width <= MOST_ROWS and self._fused(network)
+        span = span_bucket(used, cache.capacity, skips=fused)
         grown = inputs if paths and isinstance(inputs, DeviceTrees) else None
         if grown is not None:
             given = [grown.packed]

@@ -24,9 +24,11 @@ from torch import Tensor
 
 __all__ = ["Capture", "CudaCapture", "Graphs", "capture_for", "span_bucket", "width_bucket"]
 
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # nodes of a row
+WIDEST = 256  # nodes of a row
+BLOCK = 8  # nodes of all rows that cost about what two do
 ROWS = 1024  # nodes of all rows; beyond that, products take longer than launching them
 SPAN = 256  # positions of a cache are read in multiples of this
+SKIPPED = 4  # where kernels skip what is not in use, spans are SPAN times powers of this
 KEPT = 64  # graphs of one cache
 TOLERANCE = 2e-2  # of the largest value: a graph may use another product kernel, but not other inputs
 
@@ -37,13 +39,24 @@ Capture: TypeAlias = "Callable[[Compute, tuple[Tensor, ...]], tuple[Callable[[],
 
 
 def width_bucket(nodes: int, rows: int) -> int | None:
-    """The width that trees of ``nodes`` nodes are padded to; None if they are too wide to capture."""
-    width = next((width for width in WIDTHS if width >= nodes), None)
-    return None if width is None or width * rows > ROWS else width
+    """The width that trees of ``nodes`` nodes are padded to, a power of two; None if they are too wide to capture.
+
+    Capturing costs as much as tens of steps, so shapes are few: several nodes of all rows are at least ``BLOCK``.
+    """
+    width = 1 if nodes == 1 else max(1 << (nodes - 1).bit_length(), BLOCK // rows)
+    return None if width > WIDEST or width * rows > ROWS else width
 
 
-def span_bucket(span: int, capacity: int) -> int:
-    """The number of cache positions to read when ``span`` are in use: at most a quarter more, or SPAN."""
+def span_bucket(span: int, capacity: int, *, skips: bool = False) -> int:
+    """The number of cache positions to read when ``span`` are in use: at most a quarter more, or SPAN.
+
+    skips  the kernels skip positions that are not in use, and buckets are wide
+    """
+    if skips:
+        wide = SPAN * SKIPPED
+        while wide < span:
+            wide *= SKIPPED
+        return min(wide, capacity)
     step = max(SPAN, 1 << max(span.bit_length() - 3, 0))
     return min(-(-span // step) * step, capacity)
 

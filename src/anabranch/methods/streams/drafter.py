@@ -311,15 +311,14 @@ class StreamDrafter(Drafter):
         together = slots == list(range(len(slots)))
         lengths = [cache.lengths[slot] for slot in slots]
         span, table = max(lengths), target.rope().rotations(cache.capacity).table
-        span = span if capture is None else span_bucket(span, cache.capacity)
+        span = span if capture is None else span_bucket(span, cache.capacity, skips=self._fused is not None)
         layers = range(self.adapter.start, target.config.num_layers)
         memories = [m.above(layers.start) for slot in slots if (m := cache.memories[slot]) is not None]
 
-        def compute(main_MD: Tensor, numbers_4B: Tensor) -> tuple[Tensor]:
-            last_B, emitted_B, lengths_B, slots_B = numbers_4B
+        def compute(entry_BD: Tensor, numbers_3B: Tensor) -> tuple[Tensor]:
+            emitted_B, lengths_B, slots_B = numbers_3B
             where = slice(0, len(slots)) if together else slots_B
             kept = [cache.of_rows(layer, where, span) for layer in layers]
-            entry_BD = main_MD[last_B].to(target.dtype)
             emitted_BD = None if self.adapter.root is None else target.embedding(emitted_B)
             if self._fused is not None:
                 return (self._fused(entry_BD, emitted_BD, lengths_B, kept, table),)
@@ -341,9 +340,10 @@ class StreamDrafter(Drafter):
             )
             return (states[:, 0],)
 
-        key = ("trail", id(self), len(slots), together, span, table.data_ptr(), tuple(main_MD.shape))
+        key = ("trail", id(self), len(slots), together, span, table.data_ptr())
         known = [(*at.get(slot, (0, 0)), length, slot) for slot, length in zip(slots, lengths, strict=True)]
-        inputs = (main_MD, torch.tensor(known).T.contiguous())
+        numbers_4B = torch.tensor(known).T.contiguous().to(target.device, non_blocking=True)
+        inputs = (main_MD[numbers_4B[0]].to(target.dtype), numbers_4B[1:])
         (states,) = cache.graphs.run(capture, key, compute, inputs, target.device, held=(table, self))
         states = states.clone()
         return [states[slots.index(slot)] for slot in seen.slots]
