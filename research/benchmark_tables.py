@@ -44,6 +44,8 @@ def machine_line(result: Result) -> str:
         told = ", ".join(str(result[key]) for key in ("date", "machine") if key in result)
         return told and f"{told}."
     parts = [where["date"], f"{where['processor']} ({', '.join(where['instructions'])})", f"{where['threads']} threads"]
+    if where.get("device", "cpu") != "cpu":
+        parts.insert(1, where["device"])
     if "kernels" in where:
         parts.append(f"{where['kernels']} kernels")
     parts += [f"PyTorch {where['torch']}", f"transformers {where['transformers']}", f"commit {where['commit']}"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ def parse() -> argparse.Namespace:
     add("--method", action="append", metavar="SPEC", help=f"a method without adapter (default: {', '.join(FREE)})")
     add("--model", default="default", help="the target")
     add("--dtype", default="auto", help="the target's type, except where it is certified")
-    add("--weights", nargs="+", default=["none", "int4"], help="kinds of weights: none, int8, int4")
+    add("--weights", nargs="+", default=["none", "int4"], help="kinds of weights: none, int8, int4; auto: as stored")
     add("--suite", default="spec_bench", help="prompts")
     add("--data", type=Path, help="folder with the suites")
     add("--limit", type=int, default=12, help="prompts decoded one at a time, spread over the tasks")
@@ -81,6 +82,7 @@ def parse() -> argparse.Namespace:
     add("--certify-limit", type=int, default=6, help="prompts that are certified")
     add("--certify-tokens", type=int, default=32, help="new tokens of those")
     add("--certify-rows", type=int, nargs="+", default=[1, 4], help="numbers of rows at which they are certified")
+    add("--only", default="", metavar="PART", help="measure the parts whose names begin so, as in '1 row'")
     add("--out", type=Path, required=True, help="write the result to this JSON file")
     add("--resume", action="store_true", help="continue a stopped run, or add methods to a result")
     add("--force", action="store_true", help="replace an existing result")
@@ -140,7 +142,7 @@ class Comparison:
         together = [self._ids(prompt) for prompt in self.together]
 
         def sampled() -> Any:
-            loaded = self.loaded(case, "none")
+            loaded = self.loaded(case, args.weights[0])
             chain = rejection_spec(case, loaded)
             tried = fixed if chain is None else {**fixed, "rejection": chain}
             return one_row(
@@ -178,8 +180,11 @@ class Comparison:
     def estimate(self, cases: Sequence[Case]) -> float:
         """Seconds that the run may take, if every drafter decodes as fast as plain decoding."""
         args, warm = self.args, (self.warm, self._ids(self.warm))
+        kinds = [*((w, args.dtype) for w in args.weights), ("none", "float32")]
+        if args.only:  # the rest is a small part, or none
+            kinds.pop()
         rates = {}
-        for weights, dtype in [*((w, args.dtype) for w in args.weights), ("none", "float32")]:
+        for weights, dtype in kinds:
             target = Loaded(self.target(args.model, dtype, weights), ())
             (record,) = one_row(target, {}, [warm], warm[1], max_new_tokens=min(32, args.max_new_tokens))
             rates[weights, dtype] = record["tokens_per_second"]
@@ -192,7 +197,7 @@ class Comparison:
                 seconds += (1 + len(specs)) * alone / rate + (1 + len(few(specs))) * together / (TOGETHER * rate)
             seconds += (1 + len(specs)) * alone / rates[args.weights[0], args.dtype]
             certified = 2 * len(args.certify_rows) * args.certify_limit * args.certify_tokens
-            seconds += certified / rates["none", "float32"]
+            seconds += certified / rates.get(("none", "float32"), math.inf)
         return seconds
 
 
@@ -241,6 +246,8 @@ def measure(comparison: Comparison, case: Case, result: Parts) -> None:
         record |= {"method": case.method.name, "tuned": case.tuned is not None}
         record |= {"facts": facts(case, loaded.target.config), "seconds": {}, "parts": {}}
     for name, work in comparison.parts(case, lambda what: progress(f"{case.name}: {what}")):
+        if not name.startswith(comparison.args.only):
+            continue
         if name in record["parts"] and "error" not in record["parts"][name]:  # failed parts are tried again
             continue
         began = time.perf_counter()

@@ -1,4 +1,7 @@
-"""Write the results of docs/comparison.md, and a chart, from the newest benchmarks/methods-*.json and literal-*.json.
+"""Write the results of docs/comparison.md, and a chart, from benchmarks/methods-*.json and literal-*.json.
+
+The page's results are the newest of the default model (methods-epyc-*); those of larger targets (methods-qwen*) follow,
+one for each kind of machine.
 
 python research/comparison_page.py            # write
 python research/comparison_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -21,6 +24,7 @@ from comparison_tables import (
     summary,
 )
 from generated import PICTURES, ROOT, Result, between, newest, write_or_check
+from generated import results as stored
 from paper_parameters import MODELS, parameter_rows
 from speed_chart import speed_chart
 
@@ -67,6 +71,16 @@ def literal() -> list[str]:
     return [*heading(latest[1]), *sections(latest[1], "### Literal forms:")]
 
 
+def learned() -> list[str]:
+    """The same tables for methods that were trained for larger targets, one section a result."""
+    lines = []
+    for result in stored("methods-qwen*.json").values():
+        model, device = result["run"]["model"].removesuffix(".gguf"), result["environment"]["device"]
+        lines += [f"### Methods on {model}, on {'two cores' if device == 'cpu' else device}", ""]
+        lines += [*heading(result), *sections(result, "####")]
+    return lines
+
+
 def chart(result: Result) -> str:
     run = result["run"]
     caption = (
@@ -83,8 +97,8 @@ def outputs() -> dict[str, str]:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
     text = between(PAGE, text, LITERAL, literal())
-    text = between(PAGE, text, LARGER, larger_targets.lines())
-    latest = newest("methods-*.json")
+    text = between(PAGE, text, LARGER, [*larger_targets.lines(), *learned()])
+    latest = newest("methods-epyc-*.json")
     if latest is None:
         return {PAGE: between(PAGE, text, (START, END), ["No result has been committed yet.", ""])}
     stem, result = latest

@@ -24,7 +24,7 @@ __all__ = [
 Result = Mapping[str, Any]
 Method = Mapping[str, Any]
 Record = Mapping[str, Any]
-FORMATS = {"none": "bf16", "int8": "int8", "int4": "int4"}
+FORMATS = {"none": "bf16", "int8": "int8", "int4": "int4", "auto": "as stored"}
 LOAD, PLAIN, REJECTION = "auto", "none", "rejection"
 MOST = 10  # dots of the chart
 
@@ -55,11 +55,16 @@ PRINTED = {
 def heading(result: Result) -> list[str]:
     """The run and the machine in one sentence."""
     run = result["run"]
+    measured = {name for method in _methods(result) for name in method["parts"]}
+    text = f"{machine_line(result)} {run['limit']} prompts of {run['suite']} one at a time, "
+    text += f"{run['max_new_tokens']} new tokens"
+    if any(name.startswith(f"{run['rows']} rows") for name in measured):
+        text += f"; throughput of {run['rows_limit']} prompts, {run['rows']} at a time, {run['repeats']} repeats"
+    if "certificate" in measured:
+        text += f"; certified in float32 on {run['certify_limit']} prompts, {run['certify_tokens']} new tokens"
     stopped = "" if result["complete"] else " **The run was stopped before its end.**"
     return [
-        f"{machine_line(result)} {run['limit']} prompts of {run['suite']} one at a time, {run['max_new_tokens']} new "
-        f"tokens; throughput of {run['rows_limit']} prompts, {run['rows']} at a time, {run['repeats']} repeats; "
-        f"certified in float32 on {run['certify_limit']} prompts, {run['certify_tokens']} new tokens.{stopped}",
+        f"{text}.{stopped}",
         "",
         f"`{run['command']}`",
         "",
@@ -72,8 +77,14 @@ def _part(method: Method, name: str) -> list[Record]:
     return [] if isinstance(found, dict) else [record for record in found if "error" not in record]
 
 
-def _alone(method: Method, weights: str = "none") -> list[Record]:
-    return [record for record in _part(method, f"1 row, {weights}") if record["name"] != PLAIN]
+def _alone(method: Method, weights: str | None = None) -> list[Record]:
+    """The records of one row: with these weights, or with the first that were measured."""
+    return [record for record in _row(method, weights) if record["name"] != PLAIN]
+
+
+def _row(method: Method, weights: str | None = None) -> list[Record]:
+    first = next((name for name in method["parts"] if name.startswith("1 row, ")), "")
+    return _part(method, first if weights is None else f"1 row, {weights}")
 
 
 def _fixed(records: Sequence[Record]) -> list[Record]:
@@ -157,7 +168,7 @@ def speeds(result: Result) -> list[str]:
     return _by_task(
         ((method, record) for method, found in chosen for record in found),
         "speedup_total",
-        lambda method, record, task: task_cell(record, _part(method, "1 row, none")[0], by_prompt, task),
+        lambda method, record, task: task_cell(record, _row(method)[0], by_prompt, task),
     )
 
 
@@ -200,7 +211,12 @@ def costs(result: Result) -> list[str]:
 
 
 def ranks(result: Result) -> list[str]:
-    """A paragraph for each method that the papers rank higher: what is accepted of it here, and what a step costs."""
+    """A paragraph for each method that the papers rank higher: what is accepted of it here, and what a step costs.
+
+    Their reasons are the default model's.
+    """
+    if result["run"]["model"] != "default":
+        return []
     paragraphs = []
     for method in _methods(result):
         record, theirs = _largest(_alone(method)), PRINTED.get(method["name"])

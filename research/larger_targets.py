@@ -12,7 +12,7 @@ from intervals import cell, speedup_interval, task_cell
 __all__ = ["lines"]
 
 Result = Mapping[str, Any]
-PASSES, RUNS, LEARNED = "passes-by-nodes-*.json", "qwen2.5-coder-*-spec-bench-*.json", "study-learning-*.json"
+PASSES, RUNS, LEARNED = "passes-by-nodes-*.json", "qwen2.5-coder-*-spec-bench-*.json", "study-learning_larger-*.json"
 PLAIN = "none"
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"  # whose costs the paragraph on other methods states
 OURS = ("auto", "streams", "prompt_lookup")  # streams and methods that learn nothing
@@ -94,7 +94,7 @@ def _verdict(passes: Result, contenders: Sequence[tuple[str, Result, Result, Res
 
 
 def _carried(passes: Result, learned: Result) -> list[str]:
-    """The speedup that lengths on the default model would bring on the largest target."""
+    """The speedup that lengths on the 0.5B would bring on the largest target."""
     share = _shares(passes)[TARGET]
     rows, best = [], dict[str, float]()
     for name, curve in learned["adapters"].items():
@@ -105,8 +105,8 @@ def _carried(passes: Result, learned: Result) -> list[str]:
     titles = ("method", *next(iter(learned["adapters"].values()))["by_nodes"])
     gain = [f"{times:.2f} for `{name}`" for name, times in best.items() if times > 1]
     return [
-        "[Recipes of papers](reproduction.md#the-papers-recipes-on-the-same-completions), with their predicted mean "
-        "acceptance lengths on the default model; in brackets, times plain decoding on the 1.5B at most, by the cost "
+        "[Methods trained for the 0.5B](reproduction.md#the-same-on-a-target-of-05-billion-parameters), with their "
+        "predicted mean acceptance lengths there; in brackets, times plain decoding on the 1.5B at most, by the cost "
         "of its passes alone, if the length were the same there:",
         "",
         *table(titles, rows),

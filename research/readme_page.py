@@ -192,7 +192,7 @@ def largest(method: Result | None) -> Record | None:
 def outputs() -> dict[str, str]:
     """README.md with its generated parts renewed."""
     text = (ROOT / README).read_text(encoding="utf-8")
-    compared = newest("methods-*.json")
+    compared = newest("methods-epyc-*.json")
     assert compared is not None
     for name, lines in {"speed": speed(), "methods": methods(*compared), "engines": engines()}.items():
         text = between(README, text, (f"<!-- {name}: {SCRIPT} -->", f"<!-- end of {name} -->"), lines)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from anabranch.bench import machine
 from anabranch.control import costs, profiles
+from sampled import left_out
 from toy_text import ToyFolders, save_toys
 from verbs import Anabranch
 
@@ -46,10 +46,7 @@ def _all_tests(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a run of all tests, mark three cases in four of each parametrised test as thorough.
-
-    Checksums of the cases' names choose, so what remains varies in every parameter. A run of named files has all cases.
-    """
+    """In a run of all tests, mark most cases of each parametrised test as thorough; one of named files has all."""
     if not _all_tests(config):
         return
     cases = defaultdict(list)
@@ -57,8 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("thorough"):
             cases[item.parent, item.originalname].append(item)
     for of_test in cases.values():
-        of_test.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in of_test[-(-len(of_test) // 4) :]:
+        for item in left_out(of_test, lambda item: item.name):
             item.add_marker("thorough")
 
 

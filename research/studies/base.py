@@ -59,7 +59,7 @@ class Setup:
     table: str = ""
     report: Callable[[str], None] = lambda what: None
 
-    def load(self, *, quantize: str = "none", pack: bool = True, dtype: str = "auto") -> Loaded:
+    def load(self, *, quantize: str = "auto", pack: bool = True, dtype: str = "auto") -> Loaded:
         """The target, with at most one adapter per method. ``dtype`` is the study's, if the setup has none."""
         folders = tuple(self.adapters.values())
         config = LoadConfig(self.model, adapters=folders, dtype=self.dtype or dtype, quantize=quantize)

@@ -132,7 +132,7 @@ def heads_similarity(target: Decoder, objective: Any, examples: list[Example]) -
 
 
 def _measure(setup: Setup) -> dict[str, Any]:
-    loaded = setup.load(pack=False, dtype="float32")
+    loaded = setup.load(quantize="none", pack=False, dtype="float32")
     target, examples = loaded.target.decoder, setup.answers()
     found = streams_similarity(target, streams_of(loaded), examples)
     heads: dict[str, list[float]] = {}

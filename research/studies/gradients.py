@@ -97,7 +97,7 @@ def gradient_norms(target: Decoder, examples: Sequence[Example], adapter: Stream
 
 
 def _measure(setup: Setup) -> dict[str, Any]:
-    loaded = setup.load(pack=False, dtype="float32")
+    loaded = setup.load(quantize="none", pack=False, dtype="float32")
     decoder = loaded.target.decoder
     decoder.requires_grad_(False)
     trained = streams_of(loaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from anabranch.adapters.folder import read_record
@@ -9,7 +10,7 @@ from anabranch.errors import InputError
 from anabranch.train.checkpoint import read_log
 from studies.base import Chart, Line, Result, Setup, Study, Table
 
-__all__ = ["STUDY"]
+__all__ = ["LARGER", "STUDY"]
 
 PARTS = 12  # of a run, over whose lines the loss is averaged
 SIZES = ("4 nodes", "8 nodes")
@@ -110,4 +111,19 @@ STUDY = Study(
     "--adapter medusa-paper=ADAPTERS/medusa-paper --adapter hydra-paper=ADAPTERS/hydra-paper "
     "--adapter eagle-1=ADAPTERS/eagle-1 --out benchmarks/study-learning-DATE.json",
     whole=True,
+)
+
+
+LARGER = replace(
+    STUDY,
+    name="learning_larger",
+    title="The same on a target of 0.5 billion parameters",
+    measures="The same of Qwen2.5-Coder-0.5B, trained on an NVIDIA H200 with `research/train_on_gpu.py` on the same "
+    "1.55 million tokens of completions: the papers' literal recipes, our forms of Medusa and Hydra, and our streams, "
+    "which went on from an adapter that had seen 453 thousand other tokens.",
+    differs="a target of 0.5 billion parameters, greedy completions of prompts that are not conversations alone, a "
+    "draft vocabulary of 8,192 tokens for all",
+    command="python research/study.py learning_larger --model MODEL.gguf --adapter paper-lossless=FOLDER "
+    "--adapter medusa-paper=FOLDER --adapter medusa=FOLDER --adapter hydra=FOLDER --adapter streams=FOLDER "
+    "--out benchmarks/study-learning_larger-DATE.json",
 )

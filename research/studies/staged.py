@@ -36,7 +36,7 @@ def specs(draft: str, table: str) -> dict[str, str]:
 def _measure(setup: Setup) -> dict[str, Any]:
     if not setup.draft:
         raise InputError("the study decodes a target by a smaller model; name it with --draft MODEL")
-    loaded = setup.load(quantize="auto")
+    loaded = setup.load()
     by_mode = {}
     for mode, sampling in MODES.items():
         setup.report(mode)

@@ -49,7 +49,7 @@ def _traced(step: Step) -> list[float]:
 def _measure(setup: Setup) -> dict[str, Any]:
     if not setup.draft:
         raise InputError("the study draws chains of a smaller model; name it with --draft MODEL")
-    loaded = setup.load(quantize="auto")
+    loaded = setup.load()
     target, ids = loaded.target.decoder, setup.encoded(loaded.target)[0]
     steps = {}
     for name, spec in _specs(setup, loaded).items():
