@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,9 @@ import pytest
 import train_on_gpu
 from anabranch.decoding.engine import Request
 from anabranch.model.weights import build_decoder
+from anabranch.adapters.record import read_record
 from small import LLAMA, plain, prompt, randomise
+from toy_text import ToyFolders
 
 
 def test_a_model_is_put_together_from_its_parts(tmp_path: Path) -> None:
@@ -40,3 +44,27 @@ def test_many_prompts_are_completed_as_one_at_a_time() -> None:
     until = [next((n for n, token in enumerate(text, 1) if token in ends), len(text)) for text in alone]
     assert min(until) < 34 < max(until)
     assert train_on_gpu.decode(decoder, prompts, 40) == [text[:end] for text, end in zip(alone, until, strict=True)]
+
+
+def test_several_methods_are_trained_on_the_same_completions(
+    toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("NEW", 12), ("RESERVE", 0.0)):
+        monkeypatch.setattr(train_on_gpu, name, value)
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    rows = ({"id": n, "source": "own", "prompt_ids": [3 + n % 7, 4 + n % 5, 5 + n]} for n in range(40))
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    where = [str(toys.model), "--device", "cpu", "--out"]
+
+    def run(verb: str, *words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["train_on_gpu.py", verb, *words])
+        train_on_gpu.main()
+
+    run("complete", *where, str(answers), "--prompts", str(prompts), "--seconds", "30")
+    assert len(answers.read_text().splitlines()) == 40
+    few = ["--seconds", "2", "--batch-tokens", "64", "--answers", str(answers), "--set", "held_out=4"]
+    for method, more in (("medusa", ("num_heads=2", "head=shared")), ("eagle", ("draft_vocabulary=0",))):
+        out = tmp_path / method
+        run("train", *where, str(out), *few, "--method", method, *(word for one in more for word in ("--set", one)))
+        assert read_record(out)["method"] == method
+    assert read_record(tmp_path / "medusa")["config"]["num_heads"] == 2
