@@ -15,7 +15,7 @@ from anabranch.bench.figures import leading
 from bar_chart import Bar, bar_chart
 from benchmark_tables import at_a_time, certificates, kind_of, machine_line, table, tables_of, throughput
 from generated import PICTURES, Result, results, write_or_check
-from targets import LLAMA, MACHINES, SUITES, TARGETS, Run, ours, over, peer, run_of
+from targets import LLAMA, MACHINES, SUITES, TARGETS, Run, by_machine, machine, ours, over, peer
 
 INDEX, PAGES = "docs/benchmarks.md", "docs/benchmarks"
 ENGINES = "Drafters and other engines"
@@ -118,13 +118,14 @@ def page(question: str, kinds: tuple[str, ...], every: Mapping[str, Result]) -> 
 
 
 def targets_table() -> list[str]:
-    """The newest comparison of each target with llama.cpp, by suite."""
+    """The newest comparison of each target with llama.cpp, by suite and machine."""
     rows = []
     for target in TARGETS:
         for suite in SUITES:
-            if (run := run_of(target, suite)) is not None:
+            for run in by_machine(target, suite):
                 rows += [_target_row(target, run, weights) for weights in ("none", "int4") if has(run, weights)]
-    titles = ("target", "weights", "suite", "prompts", "plain, tokens/s", "`auto`, tokens/s", "llama.cpp, tokens/s")
+    titles = ("target", "weights", "machine", "suite", "prompts")
+    titles += ("plain, tokens/s", "`auto`, tokens/s", "llama.cpp, tokens/s")
     titles += ("`auto` / plain", "`auto` / plain by prompt (quartiles)", "`auto` / plain, steps alone")
     titles += ("prompts' share of plain", "of `auto`", "`auto` / llama.cpp", "result")
     return [
@@ -136,7 +137,7 @@ def targets_table() -> list[str]:
             "the decoding steps alone, and the share of the total time that goes to prompts. llama.cpp decodes the "
             "same file, in the faster of the builds that were measured."
         ),
-        *table(titles, rows, left=3),
+        *table(titles, rows, left=4),
     ]
 
 
@@ -170,11 +171,11 @@ def machines_table(every: Mapping[str, Result]) -> list[str]:
 
 
 def detailed(stem: str, result: Result) -> bool:
-    """Return whether a comparison has a section: the newest of Qwen2.5-Coder on each suite, and sampled ones."""
+    """Return whether a comparison has a section: the newest of Qwen2.5-Coder by suite and machine, and sampled ones."""
     if by_processor(stem):
         return False
-    newest_runs = (run_of(target, suite) for target in TARGETS for suite in SUITES)
-    return result.get("run", {}).get("temperature", 0) > 0 or stem in {run.stem for run in newest_runs if run}
+    newest_runs = (run for target in TARGETS for suite in SUITES for run in by_machine(target, suite))
+    return result.get("run", {}).get("temperature", 0) > 0 or stem in {run.stem for run in newest_runs}
 
 
 def _stepping(record: Record) -> float:
@@ -189,7 +190,7 @@ def _target_row(target: str, run: Run, weights: str) -> list[str]:
     settings = run.result["run"]
     form = "int4" if weights == "int4" else "as stored" if settings["model"].endswith(".gguf") else settings["dtype"]
     return [
-        *(target, form, run.suite, str(run.prompts)),
+        *(target, form, machine(run), run.suite, str(run.prompts)),
         *(f"{_rate(record):.1f}" for record in (plain, auto, theirs)),
         f"{over(auto, plain):.2f}",
         f"{middle:.2f} ({low:.2f}-{high:.2f})",

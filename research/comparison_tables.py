@@ -158,15 +158,10 @@ def acceptance(result: Result) -> list[str]:
 
 
 def speeds(result: Result) -> list[str]:
-    """Tokens/s over plain decoding's by task: of ``auto`` if the method has it, otherwise of each fixed size.
-
-    With intervals by bootstrap over prompts, where the result has rates by prompt.
-    """
-    records = ((method, _alone(method)) for method in _methods(result))
-    chosen = ((method, [r for r in found if r["name"] == LOAD] or _fixed(found)) for method, found in records)
+    """Tokens/s over plain decoding's by task, with intervals by bootstrap where the result has rates by prompt."""
     by_prompt = result["run"].get("tasks", [])
     return _by_task(
-        ((method, record) for method, found in chosen for record in found),
+        ((method, record) for method in _methods(result) for record in _alone(method)),
         "speedup_total",
         lambda method, record, task: task_cell(record, _row(method)[0], by_prompt, task),
     )

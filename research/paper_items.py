@@ -41,7 +41,7 @@ ITEMS = (
         *(ACL, "table 2", "speedup by task of Spec-Bench", "differs"),
         f"[times plain decoding by task](comparison.md#times-plain-decoding-by-task): {BOUND}; adapters saw 100 k "
         "tokens. On an H200, where a pass of 8 nodes costs 1.2 plain ones, [streams of the "
-        "0.5B](gpu.md#methods-on-a-real-model) decode at 1.20 times plain decoding, and the other trained methods below it",
+        "0.5B](gpu.md#methods-on-a-real-model) decode at 1.20 times plain decoding, other trained methods below it",
     ),
     Item(
         *(
@@ -166,9 +166,9 @@ ITEMS = (
     Item(
         *(LEVIATHAN, "table 3", "alpha of draft models, bigrams and unigrams", "reproduced"),
         "[the same study](#acceptance-rates-predicted-and-measured-speedup), on one target: 0.79 and 0.69 for a draft "
-        "model (theirs 0.5 to 0.9), 0.02 to 0.12 for n-grams counted on 172,533 tokens of code (0.03 to 0.23); restaurant "
-        "descriptions, which repeat themselves, give [a trigram](#the-same-with-encoder-decoder-models) 0.62 and 1.54 "
-        "times plain decoding",
+        "model (theirs 0.5 to 0.9), 0.02 to 0.12 for n-grams counted on 172,533 tokens of code (0.03 to 0.23); "
+        "descriptions of restaurants, which repeat themselves, give [a "
+        "trigram](#the-same-with-encoder-decoder-models) 0.62 and 1.54 times plain decoding",
     ),
     Item(
         *(LEVIATHAN, "figure 5", "a trace over time", "differs"),

@@ -55,9 +55,9 @@ def source(stem: str) -> str:
     return f"[{stem}](benchmarks/{stem}.json)"
 
 
-def _newest(target: str, suite: str = "spec_bench") -> Run:
-    run = run_of(target, suite)
-    assert run is not None, f"benchmarks/ has no result of {target} on {suite} beside llama.cpp"
+def _newest(target: str, beside: Run | None = None) -> Run:
+    run = run_of(target, "spec_bench", beside)
+    assert run is not None, f"benchmarks/ has no result of {target} on spec_bench beside llama.cpp"
     return run
 
 
@@ -73,7 +73,8 @@ def _stored(run: Run) -> str:
 
 def speed() -> list[str]:
     """Make the first bullets: both files as they are stored, and the default model."""
-    large, small, default = _newest(LARGE), _newest(SMALL), _newest(DEFAULT)
+    large, default = _newest(LARGE), _newest(DEFAULT)
+    small = _newest(SMALL, beside=large)
     full, packed = ours(default, "auto"), ours(default, "auto", "int4")
     transformers, llama = peer(default, "transformers"), peer(default, LLAMA)
     assert transformers is not None

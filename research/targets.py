@@ -9,7 +9,7 @@ from typing import Any
 
 from generated import results
 
-__all__ = ["LLAMA", "MACHINES", "SUITES", "TARGETS", "Run", "machine", "ours", "over", "peer", "run_of", "runs"]
+__all__ = ["LLAMA", "MACHINES", "SUITES", "TARGETS", "Run", "by_machine", "machine", "ours", "over", "peer", "run_of"]
 
 # all of these processors report the same name, so machines are told apart by the names of the result files
 MACHINES = {
@@ -103,7 +103,16 @@ def runs(target: str, suite: str) -> Iterator[Run]:
             yield run
 
 
-def run_of(target: str, suite: str) -> Run | None:
-    """The newest of ``runs``, of one day that of the most prompts."""
-    found = list(runs(target, suite))
-    return max(found, key=lambda run: (run.result["environment"]["date"], run.prompts, run.stem), default=None)
+def by_machine(target: str, suite: str) -> list[Run]:
+    """The newest of ``runs`` on each kind of machine, of one day that of the most prompts; the newest first."""
+    found: dict[str, Run] = {}
+    every = sorted(runs(target, suite), key=lambda run: (run.result["environment"]["date"], run.prompts, run.stem))
+    for run in reversed(every):
+        found.setdefault(machine(run), run)
+    return list(found.values())
+
+
+def run_of(target: str, suite: str, beside: Run | None = None) -> Run | None:
+    """The newest of ``runs``; of those on the machine of ``beside``, if given."""
+    found = by_machine(target, suite)
+    return next((run for run in found if beside is None or machine(run) == machine(beside)), None)

@@ -280,9 +280,9 @@ T5 = replace(
     measure=_measure_t5,
     ours=lambda result: f"{_ours(result)}; {in_words(result['rates'])}",
     title="The same with encoder-decoder models",
-    differs="a T5 of 6 layers and one of 2, trained in seven minutes on a shared NVIDIA H200 for restaurant descriptions "
-    "and translation (research/train_t5.py) instead of T5-XXL and T5-small; descriptions here; matching for lookup at "
-    "temperature 1; a CPU",
+    differs="a T5 of 6 layers and one of 2, trained in seven minutes on a shared NVIDIA H200 for restaurant "
+    "descriptions and translation (research/train_t5.py) instead of T5-XXL and T5-small; descriptions here; matching "
+    "for lookup at temperature 1; a CPU",
     command="python research/study.py leviathan_t5 --model T5/target --draft T5/draft --table T5/ngrams "
     "--suite T5/e2e.jsonl --dtype float32 --out benchmarks/study-leviathan_t5-DATE.json",
 )

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import train_on_gpu
+from anabranch.adapters.record import read_record
 from anabranch.decoding.engine import Request
 from anabranch.model.weights import build_decoder
-from anabranch.adapters.record import read_record
 from small import LLAMA, plain, prompt, randomise
 from toy_text import ToyFolders
 
