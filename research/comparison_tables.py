@@ -210,7 +210,7 @@ def ranks(result: Result) -> list[str]:
 
     Their reasons are the default model's.
     """
-    if result["run"]["model"] != "default":
+    if result.get("run", {}).get("model", "default") != "default":
         return []
     paragraphs = []
     for method in _methods(result):

@@ -79,7 +79,8 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figure 5", "similarity of stream states to true states", "reproduced"),
-        "[streams](#cosine-similarity-of-stream-states-to-true-future-states); Medusa beside them is not measured",
+        "[here](#cosine-similarity-of-stream-states-to-true-future-states): 0.79 and 0.65 for the first two streams of "
+        "the 0.5B after the last norm, 0.49 and 0.41 for Medusa's heads, which learned from the same completions",
     ),
     Item(ACL, "figure 6", "gradient norms by layer", "reproduced", "[here](#gradient-norms-by-layer)"),
     Item(
