@@ -108,9 +108,10 @@ ITEMS = (
         "angle was 0.001; the largest that the paper allows is 0.0002 for this target, below the precision of bf16",
     ),
     Item(
-        *(ACL, "figure 12b", "top-k sampling", "differs"),
-        "[here](#top-k-sampling-at-temperature-1): matching draws with common random numbers, so the length hardly "
-        "falls with k; Medusa beside it is not measured",
+        *(ACL, "figure 12b", "top-k sampling", "reproduced"),
+        "[here](#top-k-sampling-at-temperature-1): chains by the paper's rule have 2.37 tokens a pass at k = 1 and 1.84 "
+        "at k = 50, Medusa's heads on the same target 1.44 and 1.42; times plain decoding fall alike, from 0.84 to 0.66 "
+        "and from 0.63 to 0.55, below one on two cores with AVX2. Matching draws fall less, from 2.34 to 2.19",
     ),
     Item(
         *(ACL, "figure 13", "chain, tree, pruned tree", "differs"),
