@@ -42,14 +42,22 @@ def test_the_result_is_written(
     assert again.code == 1
 
 
-def test_the_distribution(anabranch: Anabranch, command: list[object], tmp_path: Path) -> None:
-    page = tmp_path / "new" / "page.html"
-    done = anabranch(*command, *SAMPLING, "--limit", 1, "--html", page)
+def test_the_distribution(
+    anabranch: Anabranch, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, out = tmp_path / "new" / "page.html", tmp_path / "new" / "found"
+    words = [*command, *SAMPLING, "--limit", 1, "--html", page, "--out", out]
+    monkeypatch.setattr("sys.argv", ["anabranch", *map(str, words)])
+    done = anabranch(*words)
     assert done.code == 0, done.out
     assert "samples per arm after each of 1 contexts find effects of w = 1" in done.err
     assert "wrong rule's" in done.out
     assert done.out.splitlines()[-1].startswith("lossless: none of 3 tests finds a difference")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    result = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    assert result["verdict"] == "lossless"
+    folder = Path(str(command[command.index("--model") + 1])).parent
+    assert str(folder) not in json.dumps(result), "folders are left out"
 
 
 def test_the_exit_status_is_the_verdict(

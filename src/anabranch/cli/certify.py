@@ -189,7 +189,8 @@ def _write(config: CertifyConfig, loaded: Loaded, record: dict[str, Any]) -> Non
         "suite": Path(config.prompts.suite).name,
         "max_new_tokens": config.max_new_tokens,
     }
-    record = record | {"drafter": without_folders(record["drafter"])}
+    named = [name for name in ("model", "drafter") if name in record]
+    record = record | {name: without_folders(record[name]) for name in named}
     result = {"command": command(), "environment": environment(target.decoder.device), "certified": certified, **record}
     write_atomically(path, json.dumps(result, indent=1) + "\n")
     status_console().print(f"wrote {path}")
