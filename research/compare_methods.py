@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,11 +179,10 @@ class Comparison:
     def estimate(self, cases: Sequence[Case]) -> float:
         """Seconds that the run may take, if every drafter decodes as fast as plain decoding."""
         args, warm = self.args, (self.warm, self._ids(self.warm))
-        kinds = [*((w, args.dtype) for w in args.weights), ("none", "float32")]
-        if args.only:  # the rest is a small part, or none
-            kinds.pop()
+        certified = ("none", "float32")
+        kinds = [(weights, args.dtype) for weights in args.weights]
         rates = {}
-        for weights, dtype in kinds:
+        for weights, dtype in kinds if args.only else [*kinds, certified]:
             target = Loaded(self.target(args.model, dtype, weights), ())
             (record,) = one_row(target, {}, [warm], warm[1], max_new_tokens=min(32, args.max_new_tokens))
             rates[weights, dtype] = record["tokens_per_second"]
@@ -196,8 +194,8 @@ class Comparison:
                 rate = rates[weights, args.dtype]
                 seconds += (1 + len(specs)) * alone / rate + (1 + len(few(specs))) * together / (TOGETHER * rate)
             seconds += (1 + len(specs)) * alone / rates[args.weights[0], args.dtype]
-            certified = 2 * len(args.certify_rows) * args.certify_limit * args.certify_tokens
-            seconds += certified / rates.get(("none", "float32"), math.inf)
+            if certified in rates:
+                seconds += 2 * len(args.certify_rows) * args.certify_limit * args.certify_tokens / rates[certified]
         return seconds
 
 

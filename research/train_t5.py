@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with e2e_nlg and wmt16_en_ro")
     parser.add_argument("--minutes", type=float, default=170.0, help="of both trainings together")
     parser.add_argument("--steps", type=int, default=20_000, help="of each training at most")
-    parser.add_argument("--device", default="cpu", help="cuda: a GPU, where four minutes do")
+    parser.add_argument("--device", default="cpu", help="cuda: train on a GPU, where seven minutes are enough")
     parser.add_argument("--limit", type=int, help="train on so many pairs, for a trial")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -290,6 +290,6 @@ TRANSLATION = replace(
     T5,
     name="leviathan_t5_translation",
     title="The same with encoder-decoder models that translate",
-    differs=f"{T5.differs.replace('descriptions here', 'translation to Romanian here, learned from 1,999 sentences')}",
+    differs=T5.differs.replace("descriptions here", "translation to Romanian here, learned from 1,999 sentences"),
     command=T5.command.replace("leviathan_t5", "leviathan_t5_translation").replace("e2e.jsonl", "wmt.jsonl"),
 )
