@@ -105,7 +105,7 @@ def check_wheel(wheel: Path) -> None:
 def installed(wheel: Path, environment: Path) -> dict[str, str]:
     """Install the wheel; the environment variables of a machine with its programs and no others."""
     run(sys.executable, "-m", "venv", environment)
-    run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", wheel)
+    run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile", wheel)
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "ANABRANCH_HOME", "SSL_"))}
     variables = kept | {"PATH": str(environment / "bin"), "HOME": os.environ.get("HOME", str(environment))}
     for name in COMPILERS:

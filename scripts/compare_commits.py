@@ -7,9 +7,11 @@ the other), and on how many prompts the tokens are the same. Greedy, batch 1. Ru
     python scripts/compare_commits.py --before ../base --data ../shared/data --suite spec_bench:60 \\
         --suite mt_bench:20 --case bf16:auto --case int4:auto --out benchmarks/NAME.json
 
-With --tokens it compares tokens and no speed: every drafter at hand, greedy and seeded, in float32 and bf16, at 1 and 8
-rows. It prints one line a combination, and returns 1 if any differs. The tokens are kept in --out as JSON lines: a run
-that was interrupted continues, and a commit is decoded once.
+With --tokens it compares tokens and no speed: every drafter at hand of this checkout, greedy and seeded, in float32 and
+bf16, at 1 and 8 rows. *Matching* gives the tokens of plain decoding whatever the drafter and the rows, so these are
+compared with the other checkout's plain decoding of one row; *rejection*, with the other checkout's own. It prints one
+line a combination, and returns 1 if any differs. The tokens are kept in --out as JSON lines: a run that was interrupted
+continues, and a commit is decoded once.
 
     python scripts/compare_commits.py --tokens --before ../base --data ../shared/data --suite spec_bench:60 \\
         --out tokens.jsonl
@@ -29,6 +31,7 @@ from typing import Any
 from checkouts import HERE, Worker
 
 TOKENS = 32  # new tokens of a prompt where only tokens are compared
+PREFIXES = 2**31  # bytes there for keys and values of the prompts, which are read once and not for every drafter
 DRAFTERS = (
     "none",
     "prompt_lookup",
@@ -53,6 +56,7 @@ MODES: dict[str, dict[str, Any]] = {
     "seeded": SAMPLED,
     "rejection": {**SAMPLED, "rule": "rejection"},
 }
+Combination = tuple[str, int, tuple[str, str]]  # dtype, rows, drafter and mode
 REJECTING = ("draft_model:tree=chain", "streams:tree=chain", "streams:tree=product,k=2")
 
 
@@ -67,6 +71,8 @@ def serve() -> None:
     )
     prompts = [model.chat_ids([{"role": "user", "content": text}]) for text in settings["prompts"]]
     if settings["drafter"] is None:
+        if hasattr(model, "keep_prefixes"):  # older commits lack it
+            model.keep_prefixes(memory=PREFIXES)
         print("{}", file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(_tokens(model, prompts, json.loads(line))), file=answers, flush=True)
@@ -91,47 +97,56 @@ def _tokens(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> di
 
 def compare_tokens(args: argparse.Namespace, prompts: list[str]) -> bool:
     """Decode with both checkouts whatever --out lacks, and report each combination; whether all are the same."""
+    drafters, new = args.drafter or DRAFTERS, args.max_new_tokens or TOKENS
+    modes = [(drafter, mode) for drafter in drafters for mode in ("greedy", "seeded")]
+    modes += [(drafter, "rejection") for drafter in drafters if drafter in REJECTING]
+    combinations = list(itertools.product(args.dtype or ("float32", "bf16"), args.rows or (1, 8), modes))
+    expected = {
+        each: each if each[2][1] == "rejection" else (each[0], 1, ("none", each[2][1])) for each in combinations
+    }
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     if args.out.exists():
         kept = {tuple(key): answer for key, answer in map(json.loads, args.out.read_text().splitlines())}
-    modes = [(drafter, mode) for drafter in args.drafter or DRAFTERS for mode in ("greedy", "seeded")]
-    modes += [(drafter, "rejection") for drafter in args.drafter or DRAFTERS if drafter in REJECTING]
-    combinations = list(itertools.product(args.dtype or ("float32", "bf16"), args.rows or (1, 8), modes))
-    new = args.max_new_tokens or TOKENS
-    commits = {commit_of(checkout): checkout for checkout in (args.before.resolve(), HERE)}
-    same = True
-    for commit, checkout in commits.items():
-        for dtype, group in itertools.groupby(combinations, key=lambda each: each[0]):
-            worker = None
-            for _, rows, (drafter, mode) in group:
-                key = (commit, dtype, rows, drafter, mode, new, len(prompts))
-                if key in kept:
-                    continue
-                if worker is None:
-                    settings = {"dtype": "float32" if dtype == "float32" else "auto", "quantize": "none"}
-                    settings |= {"model": "default", "drafter": None, "adapter": args.adapter, "prompts": prompts}
-                    worker = Worker(__file__, checkout, settings)
+
+    def key(commit: str, combination: Combination) -> tuple[Any, ...]:
+        dtype, rows, (drafter, mode) = combination
+        return commit, dtype, rows, drafter, mode, new, len(prompts)
+
+    before, now = commit_of(args.before), commit_of(HERE)
+    for commit, checkout, wanted in (
+        (before, args.before.resolve(), dict.fromkeys(expected.values())),
+        (now, HERE, combinations),
+    ):
+        missing = [each for each in wanted if key(commit, each) not in kept]
+        for dtype, group in itertools.groupby(missing, key=lambda each: each[0]):
+            settings: dict[str, Any] = {"dtype": "float32" if dtype == "float32" else "auto", "quantize": "none"}
+            settings |= {"model": "default", "drafter": None, "adapter": args.adapter, "prompts": prompts}
+            worker = Worker(__file__, checkout, settings)
+            for each in group:
+                _, rows, (drafter, mode) = each
                 options = {"drafter": drafter, "rows": rows, "max_new_tokens": new, **MODES[mode]}
-                kept[key] = worker.ask(json.dumps(options))
+                kept[key(commit, each)] = worker.ask(json.dumps(options))
                 with args.out.open("a") as out:
-                    out.write(json.dumps([key, kept[key]]) + "\n")
+                    out.write(json.dumps([key(commit, each), kept[key(commit, each)]]) + "\n")
                 print(f"{commit}: {dtype}, {rows} rows, {drafter}, {mode}", file=sys.stderr, flush=True)
-            if worker is not None:
-                worker.close()
-    for dtype, rows, (drafter, mode) in combinations:
-        answers = [kept[commit, dtype, rows, drafter, mode, new, len(prompts)] for commit in commits]
-        before, now = answers[0], answers[-1]
-        told = before.get("refused", "")
-        if before == now:
-            verdict = f"the same refusal: {told}" if told else f"{len(prompts)} of {len(prompts)} the same"
-        elif told or "refused" in now:
-            verdict = f"DIFFERENT: before {told or 'decoded'}, now {now.get('refused', 'decoded')}"
-        else:
-            pairs = zip(before["tokens"], now["tokens"], strict=True)
-            verdict = f"DIFFERENT on prompts {[number for number, (a, b) in enumerate(pairs) if a != b]}"
-        same = same and before == now
+            worker.close()
+    verdicts = {each: _verdict(kept[key(before, expected[each])], kept[key(now, each)]) for each in combinations}
+    for (dtype, rows, (drafter, mode)), verdict in verdicts.items():
         print(f"{dtype:8} {rows} rows {mode:9} {drafter}: {verdict}", flush=True)
-    return same
+    return not any("DIFFERENT" in verdict for verdict in verdicts.values())
+
+
+def _reference(dtype: str, rows: int, modes: tuple[str, str]) -> Combination:
+    """The combination of the other checkout that has to have the same tokens."""
+    return (dtype, rows, modes) if modes[1] == "rejection" else (dtype, 1, ("none", modes[1]))
+
+
+def _verdict(before: dict[str, Any], now: dict[str, Any]) -> str:
+    if refused := [answer["refused"] for answer in (before, now) if "refused" in answer]:
+        return f"the same refusal: {refused[0]}" if before == now else f"DIFFERENT: refused, {refused[0]}"
+    pairs = list(zip(before["tokens"], now["tokens"], strict=True))
+    differing = [number for number, (theirs, ours) in enumerate(pairs) if theirs != ours]
+    return f"DIFFERENT on prompts {differing}" if differing else f"{len(pairs)} of {len(pairs)} the same"
 
 
 def compare(case: str, args: argparse.Namespace, prompts: list[str], suites: list[str]) -> dict[str, Any]:

@@ -9,6 +9,10 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # of programs that tests start, too: they share the cores with other tests
+
 import pytest
 import torch
 import typer.main

@@ -15,12 +15,18 @@ from anabranch.native.library import library
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def run(script: str, *options: object, status: int = 0) -> str:
+    """What a comparison of this checkout with itself prints."""
+    command = [sys.executable, str(ROOT / "scripts" / script), "--before", str(ROOT), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
 def compared(script: str, *words: object) -> Any:
     """The record that a comparison of this checkout with itself writes."""
     *options, out = words
-    command = [sys.executable, str(ROOT / "scripts" / script), "--before", str(ROOT), "--out", str(out)]
-    done = subprocess.run([*command, *map(str, options)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(script, *options, "--out", out)
     return json.loads(Path(str(out)).read_text(encoding="utf-8"))
 
 
@@ -47,3 +53,21 @@ def test_texts(tmp_path: Path) -> None:
     (case,) = result["cases"]
     assert case["same_tokens"] == "5 of 5"
     assert case["by_suite"].keys() == {str(suite) for suite in suites}
+
+
+@pytest.mark.default_model
+@pytest.mark.thorough
+def test_tokens(tmp_path: Path) -> None:
+    suite, out = tmp_path / "short.jsonl", tmp_path / "tokens.jsonl"
+    suite.write_text("".join(json.dumps({"prompt": f"What is {n} + {n}?"}) + "\n" for n in range(3)), "utf-8")
+    options = ("--tokens", "--suite", suite, "--dtype", "bf16", "--max-new-tokens", "6", "--out", out)
+    options += ("--drafter", "none", "--drafter", "streams:tree=chain")
+    lines = run("compare_commits.py", *options).splitlines()
+    assert len(lines) == 2 * (2 + 3)  # rows; greedy and seeded, and of the chain rejection
+    assert all(line.endswith(": 3 of 3 the same") for line in lines)
+
+    kept = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    of_none = [answer for key, answer in kept if key[3:5] == ["none", "greedy"]]
+    of_none[0]["tokens"][1][2] += 1
+    out.write_text("".join(json.dumps(each) + "\n" for each in kept), "utf-8")
+    assert "DIFFERENT on prompts [1]" in run("compare_commits.py", *options, status=1)
