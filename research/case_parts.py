@@ -19,6 +19,7 @@ from anabranch.certify import certify
 from anabranch.loading import Loaded
 from anabranch.methods import Drafter, Spec, make_drafter, parse_spec
 from anabranch.options import Keywords
+from anabranch.support.files import without_folders
 
 __all__ = ["certificate", "one_row", "several_rows", "step_costs"]
 
@@ -75,7 +76,7 @@ def one_row(
     records = summarise(found, prompts, baseline=lambda name: PLAIN, comparable=lambda name: name not in rejection)
     plain = records[0]
     for record in records:
-        record["spec"] = entries[record["name"]].spec
+        record["spec"] = without_folders(entries[record["name"]].spec)
         if "error" not in record and "error" not in plain:
             record |= step_costs(record, plain)
         for name in LEFT_OUT:
@@ -149,7 +150,7 @@ def several_rows(
         )
     )
     records = summarise_rows(done, dict.fromkeys(contenders, PLAIN), errors=errors)
-    return [record | {"spec": str(specs.get(record["name"], PLAIN))} for record in records]
+    return [record | {"spec": without_folders(str(specs.get(record["name"], PLAIN)))} for record in records]
 
 
 def certificate(
@@ -174,7 +175,7 @@ def certificate(
     worst = [verdict for verdict in ("BUG", "tie") if any(count[verdict] for count in counts.values())]
     return {
         "verdict": worst[0] if worst else "equal",
-        "spec": str(spec),
+        "spec": without_folders(str(spec)),
         "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,

@@ -16,8 +16,8 @@ from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Method, make_drafter, methods, parse_spec
+from anabranch.methods.draft_model.entry import DraftModelSettings, draft_of
 from anabranch.methods.spec import Part, Spec
-from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
@@ -118,7 +118,7 @@ def free_cases(texts: Sequence[str]) -> list[Case]:
             raise InputError(f"a comparison is between methods, not combinations of them; got {text!r}")
         (part,) = spec.parts
         own = part.method.trained is not None or part.method.reads is not None
-        if own and not getattr(part.settings, "model", ""):  # a draft model may be any model
+        if own and not isinstance(part.settings, DraftModelSettings):  # a draft model is named, or one that ships
             raise InputError(f"the method {part.method.name!r} needs an adapter; give its folder as LABEL=FOLDER")
         found.append(Case(without_folders(str(spec)), part))
     return found
@@ -193,7 +193,7 @@ def rejection_spec(case: Case, loaded: Loaded) -> Spec | None:
 
 
 # -- what it took to train -----------------------------------------------------------------------------------------
-def facts(case: Case, model: ModelConfig) -> dict[str, Any]:
+def facts(case: Case, target: Target) -> dict[str, Any]:
     """Needs of a case besides the target: parameters, bytes, data and training time, from its adapter folder.
 
     extra_parameters  trained parameters besides the target's; those merged into a tuned target are not extra
@@ -203,13 +203,17 @@ def facts(case: Case, model: ModelConfig) -> dict[str, Any]:
     init              SHA-256 of the weights that training started from, if it did not start from fresh ones
     seconds           of training; with ``seconds_from`` "log", estimated from the run's log
     """
+    of_target, settings = parameters(build_decoder(target.config)), case.part.settings
+    if case.folder is None and isinstance(settings, DraftModelSettings):
+        extra = parameters(build_decoder(draft_of(target.decoder, settings, case.method.name).config))
+        return {"extra_parameters": extra, "parameter_share": round(extra / of_target, 6)}
     if case.folder is None:
         return {"extra_parameters": 0, "parameter_share": 0.0, "bytes": 0}
     record = read_record(case.folder)
     training, run = record["training"], case.folder / "training"
     found: dict[str, Any] = {
         "extra_parameters": record["parameters"],
-        "parameter_share": round(record["parameters"] / parameters(build_decoder(model)), 6),
+        "parameter_share": round(record["parameters"] / of_target, 6),
         "bytes": (case.folder / WEIGHTS).stat().st_size + (case.folder / CONFIG).stat().st_size,
         "adapter": record["sha256"],
         "dtype": record.get("dtype"),

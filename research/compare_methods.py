@@ -242,7 +242,7 @@ def measure(comparison: Comparison, case: Case, result: Parts) -> None:
     if "facts" not in record:
         loaded = comparison.loaded(case, comparison.args.weights[0])
         record |= {"method": case.method.name, "tuned": case.tuned is not None}
-        record |= {"facts": facts(case, loaded.target.config), "seconds": {}, "parts": {}}
+        record |= {"facts": facts(case, loaded.target), "seconds": {}, "parts": {}}
     for name, work in comparison.parts(case, lambda what: progress(f"{case.name}: {what}")):
         if not name.startswith(comparison.args.only):
             continue

@@ -1,7 +1,7 @@
-"""Write the results of docs/comparison.md, and a chart, from benchmarks/methods-*.json and literal-*.json.
+"""Write the results of docs/comparison.md, and a chart, from benchmarks/methods-*.json.
 
-The page's results are the newest of the default model (methods-epyc-*); those of larger targets (methods-qwen*) follow,
-one for each kind of machine.
+The page's results are those of targets of 0.5 billion parameters or more (methods-qwen*), one for each kind of machine;
+the newest of the default model (methods-epyc-*) follows.
 
 python research/comparison_page.py            # write
 python research/comparison_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -9,7 +9,7 @@ python research/comparison_page.py --check    # write nothing; exit 1 and name e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import larger_targets
 from benchmark_tables import table
@@ -23,16 +23,17 @@ from comparison_tables import (
     speeds,
     summary,
 )
-from generated import PICTURES, ROOT, Result, between, newest, write_or_check
+from generated import PICTURES, ROOT, Result, between, write_or_check
 from generated import results as stored
 from paper_parameters import MODELS, parameter_rows
 from speed_chart import speed_chart
 
 PAGE = "docs/comparison.md"
-START, END = "<!-- results: research/comparison_page.py -->", "<!-- end of results -->"
-LITERAL = "<!-- literal: research/comparison_page.py -->", "<!-- end of literal -->"
+RESULTS = "<!-- results: research/comparison_page.py -->", "<!-- end of results -->"
+DEFAULT = "<!-- default: research/comparison_page.py -->", "<!-- end of default -->"
 LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->"
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
+COPIED = {"methods-epyc-avx512-2cores-2026-11-25": ("streams",)}  # a 4-bit copy of the target drafted before them
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
     ("Mean acceptance length by task", "", acceptance),
@@ -48,10 +49,40 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
 )
 
 
-def results(stem: str, result: Result) -> list[str]:
-    """The lines between ``START`` and ``END``."""
-    picture = f"![Mean acceptance length against the cost of a step](pictures/{stem}.svg)"
-    return [*heading(result), picture, "", *sections(result, "###")]
+def results() -> list[str]:
+    """One section a result of larger targets, two cores first."""
+    lines = []
+    for stem, result in larger().items():
+        model, device = result["run"]["model"].removesuffix(".gguf"), result["environment"]["device"]
+        lines += [f"### {model}, on {'two cores' if device == 'cpu' else device}", "", *heading(result)]
+        if device == "cpu":
+            lines += [f"![Mean acceptance length against the cost of a step](pictures/{stem}.svg)", ""]
+        lines += sections(result, "####")
+    return lines
+
+
+def larger() -> dict[str, Result]:
+    """The results of larger targets by name, two cores first."""
+    found = stored("methods-qwen*.json").items()
+    return dict(sorted(found, key=lambda each: each[1]["environment"]["device"] != "cpu"))
+
+
+def default() -> list[str]:
+    """The results of the default model, the newest first."""
+    lines = []
+    for stem, result in sorted(stored("methods-epyc-*.json").items(), key=_date, reverse=True):
+        lines += [f"### {_date((stem, result))}", "", *heading(result)]
+        lines += sections(without(result, COPIED.get(stem, ())), "####")
+    return lines
+
+
+def _date(result: tuple[str, Result]) -> str:
+    return str(result[1]["environment"]["date"])
+
+
+def without(result: Result, names: Sequence[str]) -> Result:
+    """The result without some of its methods."""
+    return {**result, "compared": [method for method in result["compared"] if method["name"] not in names]}
 
 
 def sections(result: Result, level: str) -> list[str]:
@@ -60,24 +91,6 @@ def sections(result: Result, level: str) -> list[str]:
     for title, sentence, tables in SECTIONS:
         if found := tables(result):
             lines += [f"{level} {title}", "", *([sentence, ""] if sentence else []), *found]
-    return lines
-
-
-def literal() -> list[str]:
-    """The lines between the marks ``LITERAL``: the papers' literal forms, which are trained by name."""
-    latest = newest("literal-*.json")
-    if latest is None:
-        return ["Not run yet.", ""]
-    return [*heading(latest[1]), *sections(latest[1], "### Literal forms:")]
-
-
-def learned() -> list[str]:
-    """The same tables for methods that were trained for larger targets, one section a result."""
-    lines = []
-    for result in stored("methods-qwen*.json").values():
-        model, device = result["run"]["model"].removesuffix(".gguf"), result["environment"]["device"]
-        lines += [f"### Methods on {model}, on {'two cores' if device == 'cpu' else device}", ""]
-        lines += [*heading(result), *sections(result, "####")]
     return lines
 
 
@@ -96,13 +109,13 @@ def outputs() -> dict[str, str]:
     """The text of every file that this script writes, by its path from the root."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
-    text = between(PAGE, text, LITERAL, literal())
-    text = between(PAGE, text, LARGER, [*larger_targets.lines(), *learned()])
-    latest = newest("methods-epyc-*.json")
-    if latest is None:
-        return {PAGE: between(PAGE, text, (START, END), ["No result has been committed yet.", ""])}
-    stem, result = latest
-    return {PAGE: between(PAGE, text, (START, END), results(stem, result)), f"{PICTURES}/{stem}.svg": chart(result)}
+    text = between(PAGE, text, LARGER, larger_targets.lines())
+    text = between(PAGE, text, DEFAULT, default())
+    files = {PAGE: between(PAGE, text, RESULTS, results())}
+    for stem, result in larger().items():
+        if result["environment"]["device"] == "cpu":
+            files[f"{PICTURES}/{stem}.svg"] = chart(result)
+    return files
 
 
 if __name__ == "__main__":

@@ -30,24 +30,30 @@ OURS = {
     "none": "anabranch, plain decoding",
     "draft_model": "anabranch, `draft_model` (the 0.5B)",
 }
-COPY, MARK, FEWER = "a 4-bit copy of the target", "\u00b9", "\u00b2"
-COPIED = ("methods-epyc-avx512-2cores-2026-11-25",)  # older than the method's own name: streams had the copy by default
+FEWER = "\u00b9"
 METHODS = {  # name in the comparison -> (name of the drafter, how it drafts, its page)
     "streams": ("streams", "the target's top layers, with trained streams", "streams"),
-    "eagle": ("eagle", "one trained layer continues the target's features", "eagle"),
+    "paper-lossless:placement=ride": (
+        "paper-lossless",
+        "as in the paper: with adapters in place of MLPs",
+        "streams",
+    ),
     "hydra": ("hydra", "heads that read the tokens drafted before theirs", "hydra"),
     "medusa": ("medusa", "heads on the target's last state", "medusa"),
-    "medusa2": ("medusa2", "the same, trained together with the target", "medusa"),
-    "space": ("space", "trained mask tokens after every node", "space"),
-    "draft-model": ("draft_model", "a smaller model with the same vocabulary", "draft_model"),
-    "staged": ("staged", "a draft model that is itself drafted for", "staged"),
-    "quantized_draft": ("quantized_draft", "a 4-bit copy of the target", "quantized_draft"),
+    "medusa-paper:tree=sparse": ("medusa-paper", "as in the paper: with heads over the vocabulary", "medusa"),
+    "eagle": ("eagle", "one trained layer continues the target's features", "eagle"),
+    "rest:data=rest": ("rest", "retrieval from a datastore of the target's texts", "rest"),
+    "ngram:data=ngram": ("ngram", "a trigram model counted from such texts", "ngram"),
+    "suffix": ("suffix", "copies from a suffix tree of text and outputs", "suffix"),
     "prompt_lookup": ("prompt_lookup", "copies what followed the same n-gram earlier", "prompt_lookup"),
-    "suffix": ("suffix", "the same, with a suffix tree of text and outputs", "suffix"),
     "lookahead": ("lookahead", "Jacobi iteration fills a pool of n-grams", "lookahead"),
-    "ngram": ("ngram", "an n-gram model counted from text", "ngram"),
-    "rest": ("rest", "retrieval from a datastore of text", "rest"),
+    "medusa2": ("medusa2", "", "medusa"),
+    "space": ("space", "", "space"),
+    "draft-model": ("draft_model", "", "draft_model"),
+    "staged": ("staged", "", "staged"),
+    "quantized_draft": ("quantized_draft", "", "quantized_draft"),
 }
+TRAINED = "1.0 to 1.8 million tokens of the target's own texts, `eagle` on 0.4"
 Record = Mapping[str, Any]
 
 
@@ -150,50 +156,52 @@ def engines() -> list[str]:
 
 
 def methods(stem: str, result: Result) -> list[str]:
-    """Mean acceptance length and cost of each method."""
+    """Mean acceptance length, cost and speed of each method on one row."""
+    run, weights = result["run"], result["run"]["weights"][0]
     found = {method["name"]: method for method in result["compared"]}
-    rows, left, copied = [], [], False
+    rows, left = [], []
     for name, (drafter, how, page) in METHODS.items():
-        cells = [f"[`{drafter}`](docs/methods/{page}.md)", how]
-        record = largest(found.get(name))
-        if record is None:
-            left.append(drafter)
+        link = f"[`{drafter}`](docs/methods/{page}.md)"
+        records = [r for r in found.get(name, {"parts": {}})["parts"].get(f"1 row, {weights}", []) if "error" not in r]
+        fixed = [record for record in records if record["name"] not in ("none", "auto")]
+        if not fixed:
+            left.append(link)
             continue
-        mark = MARK if drafter == "streams" and stem in COPIED else ""
-        copied |= bool(mark)
-        facts = found[name]["facts"]
-        cells += [_millions(facts["extra_parameters"])]
-        cells += [f"{facts['seconds'] / 60:.0f}" if facts.get("seconds") else "0"]
-        rows.append([*cells, f"{record['mean_acceptance_length']:.2f}{mark}", f"{record['relative_step']:.2f}"])
-    run = result["run"]
-    titles = ("method", "drafts with", "parameters", "training, min", "mean acceptance length", "step")
-    others = ", ".join(
-        f"[`{drafter}`](docs/methods/{page}.md)" for drafter, _, page in METHODS.values() if drafter in left
+        parameters = found[name]["facts"]["extra_parameters"]
+        best = max((record for record in records if record["name"] != "none"), key=_speedup)
+        cells = (f"{fixed[-1]['mean_acceptance_length']:.2f}", f"{fixed[-1]['relative_step']:.2f}")
+        size = "" if best["name"] == "as given" else f", {best['name']}"
+        rows.append((link, how, _millions(parameters), *cells, f"{_speedup(best):.2f}{size}"))
+    titles = (
+        "method",
+        "drafts with",
+        "parameters",
+        "mean acceptance length",
+        "step",
+        "times plain decoding, best size",
     )
+    model = run["model"].removesuffix(".gguf")
     return [
         *table(titles, rows, left=2),
-        f"Mean acceptance length: tokens per target pass, greedy. Step: its time over that of a plain step. "
-        f"{run['budgets'][-1]} draft nodes, one row, bf16, {run['limit']} prompts, adapters trained on the same 100 k "
-        f"tokens ({source(stem)}; [more](docs/comparison.md)). Not in that run: {others}."
-        + (f" {MARK}\u00a0The streams continue drafts of {COPY}." if copied else ""),
+        f"Mean acceptance length: tokens per target pass, greedy. Step: its time over that of a plain step. Both with "
+        f"{run['budgets'][-1]} draft nodes (`lookahead`: its window). {model} as stored, {run['limit']} prompts of Spec-Bench, one at a time, "
+        f"{machine(Run(stem, result))}, where arithmetic limits a pass; adapters are trained on {TRAINED}, and tables "
+        f"count 1.6 M ({source(stem)}; [more, and on a GPU](docs/comparison.md)). Not in that run: {', '.join(left)}.",
     ]
+
+
+def _speedup(record: Record) -> float:
+    return float(record["speedup_quartiles"][1])
 
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count:,}"
 
 
-def largest(method: Result | None) -> Record | None:
-    """The record of the largest node budget at one row in bf16."""
-    records = method["parts"].get("1 row, none", []) if method else []
-    fixed = [r for r in records if r["name"] not in ("none", "auto", "rejection") and "error" not in r]
-    return fixed[-1] if fixed else None
-
-
 def outputs() -> dict[str, str]:
     """README.md with its generated parts renewed."""
     text = (ROOT / README).read_text(encoding="utf-8")
-    compared = newest("methods-epyc-*.json")
+    compared = newest("methods-qwen2.5-coder-0.5b-epyc-*.json")
     assert compared is not None
     for name, lines in {"speed": speed(), "methods": methods(*compared), "engines": engines()}.items():
         text = between(README, text, (f"<!-- {name}: {SCRIPT} -->", f"<!-- end of {name} -->"), lines)
