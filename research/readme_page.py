@@ -183,10 +183,11 @@ def methods(stem: str, result: Result) -> list[str]:
     model = run["model"].removesuffix(".gguf")
     return [
         *table(titles, rows, left=2),
-        f"Mean acceptance length: tokens per target pass, greedy. Step: its time over that of a plain step. Both with "
-        f"{run['budgets'][-1]} draft nodes (`lookahead`: its window). {model} as stored, {run['limit']} prompts of Spec-Bench, one at a time, "
-        f"{machine(Run(stem, result))}, where arithmetic limits a pass; adapters are trained on {TRAINED}, and tables "
-        f"count 1.6 M ({source(stem)}; [more, and on a GPU](docs/comparison.md)). Not in that run: {', '.join(left)}.",
+        "Mean acceptance length: tokens per target pass, greedy. Step: its time over that of a plain step. Both with "
+        f"{run['budgets'][-1]} draft nodes (`lookahead`: its window). {model} as stored, {run['limit']} prompts of "
+        f"Spec-Bench, one at a time, {machine(Run(stem, result))}, where arithmetic limits a pass; adapters are "
+        f"trained on {TRAINED}, and tables count 1.6 M ({source(stem)}; [more, and on a GPU](docs/comparison.md)). "
+        f"Not in that run: {', '.join(left)}.",
     ]
 
 
