@@ -91,7 +91,7 @@ def test_an_adapter_with_a_target_of_its_own(toys: ToyFolders, tmp_path: Path) -
     (case,) = adapter_cases([f"joint={tmp_path}"])
     assert case.tuned == tmp_path / "model"
     weights = tmp_path / "model" / "model.safetensors"
-    assert facts(case, load_target(str(toys.model)).config)["tuned_bytes"] == weights.stat().st_size
+    assert facts(case, load_target(str(toys.model)))["tuned_bytes"] == weights.stat().st_size
     save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
     (case,) = adapter_cases([f"draft_model={tmp_path}"])
     assert case.tuned is None, "a draft model lies there as well, and is nobody's target"
@@ -177,19 +177,21 @@ def test_rejection_needs_sampled_drafts(toys: ToyFolders, target: Target, drafts
 
 def test_facts(toys: ToyFolders, target: Target, drafts: Path, tmp_path: Path) -> None:
     drafting, staged = adapter_cases([f"draft_model={drafts}"])
-    known = facts(drafting, target.config)
-    assert facts(staged, target.config) == known
+    known = facts(drafting, target)
+    assert facts(staged, target) == known
     assert (known["seconds"], known["seconds_from"], known["epochs"]) == (90.0, "adapter", 2.0)
     assert known["data_sha256"] == "5" * 64
     assert known["extra_parameters"] == opened(drafting, target).adapters[0].module.num_parameters()
     assert known["bytes"] > 4 * known["extra_parameters"]
     assert known["parameter_share"] == pytest.approx(known["extra_parameters"] / target_size(target), rel=0.01)
-    assert facts(free_cases(["lookahead"])[0], target.config)["extra_parameters"] == 0
+    lookup, named = free_cases(["lookahead", f"draft_model:model={toys.model}"])
+    assert facts(lookup, target)["extra_parameters"] == 0
+    assert facts(named, target)["parameter_share"] == 1.0  # the target itself
     # an adapter of before: its log says how long it took
     for name in ("adapter_config.json", "adapter.safetensors"):
         (tmp_path / name).write_bytes((toys.adapter / name).read_bytes())
     (old,) = adapter_cases([f"streams={tmp_path}"])
-    assert "seconds" not in facts(old, target.config)
+    assert "seconds" not in facts(old, target)
     (tmp_path / "training").mkdir()
     # a second a step, but for a pause of 60 seconds between steps 10 and 20
     lines = [(10, 30.0), (20, 80.0), (30, 30.0), (40, 0.0)]
@@ -198,7 +200,7 @@ def test_facts(toys: ToyFolders, target: Target, drafts: Path, tmp_path: Path) -
         for step, left in lines
     )
     (tmp_path / "training" / "log.jsonl").write_text(text)
-    known = facts(old, target.config)
+    known = facts(old, target)
     assert (known["seconds"], known["seconds_from"]) == (40.0, "log")
 
 
@@ -340,7 +342,7 @@ def test_the_scripts(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.Monke
     assert [list(method["parts"]) for method in result["compared"]] == [names, names]
     assert result["compared"][0]["parts"]["sampled"] == kept["compared"][0]["parts"]["sampled"]
     assert str(tmp_path) not in out.read_text()
-    text = "\n".join(comparison_page.results(out.stem, result))
+    text = "\n".join(comparison_page.sections(result, "###"))
     for title in ("Summary", "Mean acceptance length by task", "Cost of a step"):
         assert f"### {title}\n" in text
     assert "equal (1/1)" in text
@@ -349,7 +351,8 @@ def test_the_scripts(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.Monke
     assert chart.count("<circle") == 2
     assert "streams, 4 nodes" in chart
     result["compared"][1]["parts"]["certificate"] = {"error": "no room"}
-    assert "| `lookahead` | certificate |  | no room |" in "\n".join(comparison_page.results(out.stem, result))
+    assert "| `lookahead` | certificate |  | no room |" in comparison_page.sections(result, "###")
+    assert comparison_page.without(result, ["streams"])["compared"] == result["compared"][1:]
 
 
 def test_the_page_is_that_of_the_newest_result() -> None:
