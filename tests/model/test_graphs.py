@@ -199,6 +199,7 @@ def test_the_oldest_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buckets() -> None:
     assert [width_bucket(n, 1) for n in (1, 2, 3, 9, 32, 33, 256, 257)] == [1, 8, 8, 16, 32, 64, 256, None]
     assert [width_bucket(n, 4) for n in (1, 2, 3, 9)] == [1, 2, 4, 16]
+    assert [width_bucket(n, 5) for n in (8, 9, 12, 13)] == [8, 12, 12, 16]  # 60 rows are fused, 80 are not
     assert width_bucket(200, 8) is None
     for span in range(1, 40_000, 7):
         read = span_bucket(span, 100_000)

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anabranch.model.blocks import Block
-from anabranch.model.device.layers import MOST_ROWS, fits, fused_layers, trusted
+from anabranch.model.device.layers import fits, fused_layers, trusted
 from anabranch.model.device.ops import ops
 from anabranch.model.encoder import Source
-from anabranch.model.graphs import Capture, capture_for, span_bucket, width_bucket
+from anabranch.model.graphs import FUSED, Capture, capture_for, span_bucket, width_bucket
 from anabranch.model.inputs import DeviceTrees, Inputs, Nodes
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult, Rider
@@ -181,7 +181,7 @@ class GraphBackend(TorchBackend):
         rope, known, lengths = network.rope(), trusted(network.device), cache.lengths[slots]
         table = rope.rotations(cache.capacity).table
         paths = known and need == "paths"
-        fused = known and rider is None and rows * width <= MOST_ROWS and self._fused(network)
+        fused = known and rider is None and rows * width <= FUSED and self._fused(network)
         span = span_bucket(used, cache.capacity, skips=fused)
         grown = inputs if paths and isinstance(inputs, DeviceTrees) else None
         if grown is not None:

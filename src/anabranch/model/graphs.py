@@ -22,9 +22,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Capture", "CudaCapture", "Graphs", "capture_for", "span_bucket", "width_bucket"]
+__all__ = ["FUSED", "Capture", "CudaCapture", "Graphs", "capture_for", "span_bucket", "width_bucket"]
 
 WIDEST = 256  # nodes of a row
+FUSED = 64  # nodes of all rows that fused layers take: each block of so many reads all weights once more
 BLOCK = 8  # several nodes are padded to so many of all rows, which cost 1.2 plain passes on an H200
 ROWS = 1024  # nodes of all rows; beyond that, products take longer than launching them
 SPAN = 256  # positions of a cache are read in multiples of this
@@ -41,9 +42,12 @@ Capture: TypeAlias = "Callable[[Compute, tuple[Tensor, ...]], tuple[Callable[[],
 def width_bucket(nodes: int, rows: int) -> int | None:
     """The width that trees of ``nodes`` nodes are padded to, a power of two; None if they are too wide to capture.
 
-    Shapes are few, since a new one runs eagerly once and is captured the next time.
+    Shapes are few, since a new one runs eagerly once and is captured the next time. Padding alone takes no pass out of
+    the fused layers.
     """
     width = 1 if nodes == 1 else max(1 << (nodes - 1).bit_length(), BLOCK // rows)
+    if nodes * rows <= FUSED < width * rows:
+        width = FUSED // rows
     return None if width > WIDEST or width * rows > ROWS else width
 
 

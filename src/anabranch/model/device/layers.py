@@ -2,8 +2,7 @@
 
 They take the place of ``Block.forward`` on a GPU where three things hold: Triton is there and its kernels agree with
 their definitions on this machine (``trusted``); the layers are of the usual kind, a norm before attention and one
-before the MLP, with weights that are not packed or quantised (``fits``); and a pass has at most ``MOST_ROWS`` rows,
-since each block of so many reads all weights once more.
+before the MLP, with weights that are not packed or quantised (``fits``); and a pass has at most ``graphs.FUSED`` rows.
 
 B rows of the batch, N tree nodes, R rows of a layer, D model width, E head width.
 """
@@ -28,9 +27,8 @@ from anabranch.model.inputs import Nodes
 from anabranch.model.mlp import MLP
 from anabranch.model.network import Network
 
-__all__ = ["MOST_ROWS", "NO_NORM", "attend", "fits", "fused_layers", "norm_of", "project", "trusted"]
+__all__ = ["NO_NORM", "attend", "fits", "fused_layers", "norm_of", "project", "trusted"]
 
-MOST_ROWS = 64
 EVERY = 12  # of the cases of an operation, one in so many is tried: each takes a second to compile the first time
 # what ``fused_layer`` knows how to compute; a config that differs from the usual in anything else has other layers
 KNOWN = frozenset(
