@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pydantic import BaseModel
 from anabranch.api import Model, load
 from anabranch.decoding.generation import Generation
 from anabranch.errors import CapabilityError, InputError
+from anabranch.structure.vocabulary import Vocabulary
 from toy_text import ToyFolders, toy_model
 from verbs import Anabranch
 
@@ -144,3 +147,35 @@ def test_the_command_line(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path
             assert json.loads(anabranch(*base, *options).out)["token_ids"] == wanted
     refused = anabranch(*base, "--regex", "a", "--schema", "{}")
     assert (refused.code, "schema and regex both" in refused.out) == (1, True)
+
+
+def test_a_slow_grammar_holds_no_other_up(model: Model) -> None:
+    target = model.target
+    vocabulary = Vocabulary.of(target.tokenizer, target.config.vocab_size, target.config.eos_token_ids)
+    begun, finish, made = threading.Event(), threading.Event(), list[str]()
+
+    def slow() -> str:
+        made.append("slow")
+        begun.set()
+        assert finish.wait(60)
+        return "slow"
+
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(vocabulary.kept, "slow", slow) for _ in range(2)]
+        assert begun.wait(60)
+        assert vocabulary.kept("quick", lambda: "made") == vocabulary.kept("quick", lambda: "again") == "made"
+        finish.set()
+        assert [each.result() for each in waiting] == ["slow", "slow"]
+    assert made == ["slow"]
+
+
+def test_a_grammar_that_failed_is_not_kept(model: Model) -> None:
+    target = model.target
+    vocabulary = Vocabulary.of(target.tokenizer, target.config.vocab_size, target.config.eos_token_ids)
+
+    def fail() -> str:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        vocabulary.kept("failing", fail)
+    assert vocabulary.kept("failing", lambda: "made") == "made"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -44,7 +45,7 @@ class Vocabulary:
         described = _Described(tokenizer, size, tuple(ends), sorted(token for token in self.special if token < size))
         module = library()
         self.tokens = module.LLTokenizer(module.TokenizerWrapper(described), n_vocab=size, eos_token=[*ends])
-        self._kept: dict[Any, Any] = {}
+        self._kept: dict[Any, Future[Any]] = {}
         self._lock = threading.Lock()
 
     @staticmethod
@@ -59,13 +60,22 @@ class Vocabulary:
             return known[key]
 
     def kept(self, key: Any, make: Callable[[], T]) -> T:
-        """A value that is made once, such as a compiled grammar."""
+        """A value that is made once, such as a compiled grammar. It may take seconds, in which others are made."""
         with self._lock:
-            made: T = self._kept.pop(key) if key in self._kept else make()
+            known: Future[T] | None = self._kept.pop(key, None)
+            made = Future() if known is None else known
             while len(self._kept) >= KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[key] = made
-            return made
+        if known is None:
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                with self._lock:
+                    if self._kept.get(key) is made:
+                        del self._kept[key]
+                made.set_exception(error)
+        return made.result()
 
 
 class _Described:
