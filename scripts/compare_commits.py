@@ -25,6 +25,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,6 @@ def compare_tokens(args: argparse.Namespace, prompts: list[str]) -> bool:
     modes = [(drafter, mode) for drafter in drafters for mode in ("greedy", "seeded")]
     modes += [(drafter, "rejection") for drafter in drafters if drafter in REJECTING]
     combinations = list(itertools.product(args.dtype or ("float32", "bf16"), args.rows or (1, 8), modes))
-    expected = {
-        each: each if each[2][1] == "rejection" else (each[0], 1, ("none", each[2][1])) for each in combinations
-    }
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     if args.out.exists():
         kept = {tuple(key): answer for key, answer in map(json.loads, args.out.read_text().splitlines())}
@@ -112,11 +110,9 @@ def compare_tokens(args: argparse.Namespace, prompts: list[str]) -> bool:
         dtype, rows, (drafter, mode) = combination
         return commit, dtype, rows, drafter, mode, new, len(prompts)
 
-    before, now = commit_of(args.before), commit_of(HERE)
-    for commit, checkout, wanted in (
-        (before, args.before.resolve(), dict.fromkeys(expected.values())),
-        (now, HERE, combinations),
-    ):
+    def decode(checkout: Path, wanted: Iterable[Combination]) -> dict[Combination, dict[str, Any]]:
+        """The answers of a checkout, from --out as far as they are there."""
+        commit = commit_of(checkout)
         missing = [each for each in wanted if key(commit, each) not in kept]
         for dtype, group in itertools.groupby(missing, key=lambda each: each[0]):
             settings: dict[str, Any] = {"dtype": "float32" if dtype == "float32" else "auto", "quantize": "none"}
@@ -130,20 +126,30 @@ def compare_tokens(args: argparse.Namespace, prompts: list[str]) -> bool:
                     out.write(json.dumps([key(commit, each), kept[key(commit, each)]]) + "\n")
                 print(f"{commit}: {dtype}, {rows} rows, {drafter}, {mode}", file=sys.stderr, flush=True)
             worker.close()
-    verdicts = {each: _verdict(kept[key(before, expected[each])], kept[key(now, each)]) for each in combinations}
+        return {each: kept[key(commit, each)] for each in wanted}
+
+    now = decode(HERE, combinations)
+    references = {each: _reference(each, now[each]) for each in combinations}
+    before = decode(args.before.resolve(), dict.fromkeys(references.values()))
+    verdicts = {each: _verdict(before[references[each]], now[each]) for each in combinations}
     for (dtype, rows, (drafter, mode)), verdict in verdicts.items():
         print(f"{dtype:8} {rows} rows {mode:9} {drafter}: {verdict}", flush=True)
     return not any("DIFFERENT" in verdict for verdict in verdicts.values())
 
 
-def _reference(dtype: str, rows: int, modes: tuple[str, str]) -> Combination:
-    """The combination of the other checkout that has to have the same tokens."""
-    return (dtype, rows, modes) if modes[1] == "rejection" else (dtype, 1, ("none", modes[1]))
+def _reference(combination: Combination, now: dict[str, Any]) -> Combination:
+    """The combination of the other checkout that has to have the same tokens, or to be refused as well."""
+    dtype, _, (_, mode) = combination
+    own = mode == "rejection" or "refused" in now
+    return combination if own else (dtype, 1, ("none", mode))
 
 
 def _verdict(before: dict[str, Any], now: dict[str, Any]) -> str:
-    if refused := [answer["refused"] for answer in (before, now) if "refused" in answer]:
-        return f"the same refusal: {refused[0]}" if before == now else f"DIFFERENT: refused, {refused[0]}"
+    refused = ["refused" in answer for answer in (before, now)]
+    if all(refused):
+        return f"both refuse: {now['refused']}"
+    if any(refused):
+        return f"DIFFERENT: refused, {(before | now)['refused']}"
     pairs = list(zip(before["tokens"], now["tokens"], strict=True))
     differing = [number for number, (theirs, ours) in enumerate(pairs) if theirs != ours]
     return f"DIFFERENT on prompts {differing}" if differing else f"{len(pairs)} of {len(pairs)} the same"

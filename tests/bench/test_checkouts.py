@@ -71,3 +71,8 @@ def test_tokens(tmp_path: Path) -> None:
     of_none[0]["tokens"][1][2] += 1
     out.write_text("".join(json.dumps(each) + "\n" for each in kept), "utf-8")
     assert "DIFFERENT on prompts [1]" in run("compare_commits.py", *options, status=1)
+
+    options = ("--tokens", "--suite", suite, "--dtype", "float32", "--rows", 1, "--out", out)
+    lines = run("compare_commits.py", *options, "--drafter", "quantized_draft").splitlines()
+    assert len(lines) == 2
+    assert all("both refuse: quantized_draft drafts with a 4-bit copy of bf16 weights" in line for line in lines)
