@@ -1,7 +1,7 @@
 """Write the results of docs/comparison.md, and a chart, from benchmarks/methods-*.json.
 
-The page's results are those of targets of 0.5 billion parameters or more (methods-qwen*), one for each kind of machine;
-the newest of the default model (methods-epyc-*) follows.
+The page begins with the results of targets of 0.5 billion parameters or more (methods-qwen*), one for each kind of
+machine. Those of the default model (methods-epyc-*) follow.
 
 python research/comparison_page.py            # write
 python research/comparison_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -9,7 +9,7 @@ python research/comparison_page.py --check    # write nothing; exit 1 and name e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import larger_targets
 from benchmark_tables import table
@@ -49,22 +49,16 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
 )
 
 
-def results() -> list[str]:
-    """One section a result of larger targets, two cores first."""
+def results(larger: Mapping[str, Result]) -> list[str]:
+    """One section for each result of a larger target."""
     lines = []
-    for stem, result in larger().items():
+    for stem, result in larger.items():
         model, device = result["run"]["model"].removesuffix(".gguf"), result["environment"]["device"]
         lines += [f"### {model}, on {'two cores' if device == 'cpu' else device}", "", *heading(result)]
         if device == "cpu":
             lines += [f"![Mean acceptance length against the cost of a step](pictures/{stem}.svg)", ""]
         lines += sections(result, "####")
     return lines
-
-
-def larger() -> dict[str, Result]:
-    """The results of larger targets by name, two cores first."""
-    found = stored("methods-qwen*.json").items()
-    return dict(sorted(found, key=lambda each: each[1]["environment"]["device"] != "cpu"))
 
 
 def default() -> list[str]:
@@ -111,8 +105,10 @@ def outputs() -> dict[str, str]:
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
     text = between(PAGE, text, LARGER, larger_targets.lines())
     text = between(PAGE, text, DEFAULT, default())
-    files = {PAGE: between(PAGE, text, RESULTS, results())}
-    for stem, result in larger().items():
+    compared = stored("methods-qwen*.json").items()
+    larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))  # two cores first
+    files = {PAGE: between(PAGE, text, RESULTS, results(larger))}
+    for stem, result in larger.items():
         if result["environment"]["device"] == "cpu":
             files[f"{PICTURES}/{stem}.svg"] = chart(result)
     return files

@@ -12,10 +12,12 @@ from speed_chart import Dot
 
 __all__ = [
     "acceptance",
+    "alone",
     "costs",
     "dots",
     "failures",
     "heading",
+    "largest",
     "ranks",
     "speeds",
     "summary",
@@ -77,7 +79,7 @@ def _part(method: Method, name: str) -> list[Record]:
     return [] if isinstance(found, dict) else [record for record in found if "error" not in record]
 
 
-def _alone(method: Method, weights: str | None = None) -> list[Record]:
+def alone(method: Method, weights: str | None = None) -> list[Record]:
     """The records of one row: with these weights, or with the first that were measured."""
     return [record for record in _row(method, weights) if record["name"] != PLAIN]
 
@@ -91,7 +93,7 @@ def _fixed(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record["name"] not in (LOAD, PLAIN, REJECTION)]
 
 
-def _largest(records: Sequence[Record]) -> Record | None:
+def largest(records: Sequence[Record]) -> Record | None:
     """The record of the largest node budget."""
     fixed = _fixed(records)
     return fixed[-1] if fixed else None
@@ -140,12 +142,12 @@ def summary(result: Result) -> list[str]:
     titles += [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
     lines = []
     for method in _methods(result):
-        alone, sampled = _largest(_alone(method)), _largest(_part(method, "sampled"))
+        greedy, sampled = largest(alone(method)), largest(_part(method, "sampled"))
         seconds = method["facts"].get("seconds")
         cells = [f"`{method['name']}`", f"{method['facts']['extra_parameters']:,}"]
-        cells += ["-" if seconds is None else _number(seconds / 60, 0), _length(alone)]
-        cells += [*call_cells(alone or {}), _length(sampled)]
-        cells += ["-" if alone is None else _number(alone.get("relative_step"))]
+        cells += ["-" if seconds is None else _number(seconds / 60, 0), _length(greedy)]
+        cells += [*call_cells(greedy or {}), _length(sampled)]
+        cells += ["-" if greedy is None else _number(greedy.get("relative_step"))]
         cells += [_speed(method, rows, weights) for rows, weights in kinds]
         lines.append([*cells, _verdict(method)])
     return table([*titles, "equal in float32"], lines)
@@ -153,7 +155,7 @@ def summary(result: Result) -> list[str]:
 
 def acceptance(result: Result) -> list[str]:
     """Mean acceptance length by task, greedy."""
-    records = ((method, record) for method in _methods(result) for record in _fixed(_alone(method)))
+    records = ((method, record) for method in _methods(result) for record in _fixed(alone(method)))
     return _by_task(records, "mean_acceptance_length")
 
 
@@ -161,7 +163,7 @@ def speeds(result: Result) -> list[str]:
     """Tokens/s over plain decoding's by task, with intervals by bootstrap where the result has rates by prompt."""
     by_prompt = result["run"].get("tasks", [])
     return _by_task(
-        ((method, record) for method in _methods(result) for record in _alone(method)),
+        ((method, record) for method in _methods(result) for record in alone(method)),
         "speedup_total",
         lambda method, record, task: task_cell(record, _row(method)[0], by_prompt, task),
     )
@@ -193,10 +195,10 @@ def costs(result: Result) -> list[str]:
     weights = [each for each in result["run"]["weights"] if each in FORMATS]
     lines = []
     for method in _methods(result):
-        for record in _fixed(_alone(method)):
+        for record in _fixed(alone(method)):
             cells = [f"`{method['name']}`", record["name"]]
             for each in weights:
-                same = next((r for r in _alone(method, each) if r["name"] == record["name"]), {})
+                same = next((r for r in alone(method, each) if r["name"] == record["name"]), {})
                 cells += [f"{same[key]:.2f}" if key in same else "-" for key in ("draft_ms", "pass_ms")]
                 cells.append(_number(same.get("relative_step")))
             lines.append(cells)
@@ -214,7 +216,7 @@ def ranks(result: Result) -> list[str]:
         return []
     paragraphs = []
     for method in _methods(result):
-        record, theirs = _largest(_alone(method)), PRINTED.get(method["name"])
+        record, theirs = largest(alone(method)), PRINTED.get(method["name"])
         if theirs is None or record is None or "draft_share" not in record:
             continue
         first, second, *_ = [*record["acceptance_by_depth"], 0.0, 0.0]
@@ -244,7 +246,7 @@ def dots(result: Result) -> list[Dot]:
     """The fastest drafter of a fixed size for each of the ten fastest methods."""
     found = []
     for method in _methods(result):
-        records = [r for r in _fixed(_alone(method)) if "relative_step" in r and "speedup_total" in r]
+        records = [r for r in _fixed(alone(method)) if "relative_step" in r and "speedup_total" in r]
         if records:
             best = max(records, key=lambda record: float(record["speedup_total"]))
             is_trained = bool(method["facts"].get("adapter"))

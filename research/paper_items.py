@@ -25,7 +25,7 @@ class Item(NamedTuple):
 
 GPU = "`python scripts/check_gpu.py` and `anabranch bench` with a folder of the model are ready"
 BOUND = (
-    "on two cores with AVX2 a step of 8 nodes costs 2.8 to 3.8 plain ones with any method but lookups ([cost of a "
+    "on two cores with AVX2 a step of 8 nodes costs 2.8 to 3.8 plain ones with every method except lookups ([cost of a "
     "step](comparison.md#cost-of-a-step))"
 )
 ITEMS = (
@@ -113,10 +113,11 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figure 12b", "top-k sampling", "differs"),
-        "[here](#top-k-sampling-at-temperature-1): chains by the paper's rule have 2.37 tokens a pass at k = 1 and "
-        "1.84 at k = 50, above Medusa's heads on the same target with 1.44 and 1.42, as there; but on two cores with "
-        "AVX2 trees of 8 nodes are [slower than plain decoding](comparison.md#times-plain-decoding-by-"
-        "task). The study ran beside other programs, so its speeds are not used",
+        "[here](#top-k-sampling-at-temperature-1): with the paper's rule, chains of streams yield 2.37 tokens a pass "
+        "at k = 1 and 1.84 at k = 50. Medusa's heads on the same target yield 1.44 and 1.42, so streams are ahead, as "
+        "there. But on two cores with AVX2, trees of 8 nodes are [slower than plain "
+        "decoding](comparison.md#times-plain-decoding-by-task). Other programs were running during the study, so its "
+        "speeds are not used",
     ),
     Item(
         *(ACL, "figure 13", "chain, tree, pruned tree", "differs"),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmark_tables import table
+from comparison_tables import alone, largest
 from generated import ROOT, Result, between, newest, write_or_check
 from targets import LLAMA, Run, machine, ours, over, peer, run_of
 
@@ -47,13 +48,9 @@ METHODS = {  # name in the comparison -> (name of the drafter, how it drafts, it
     "suffix": ("suffix", "copies from a suffix tree of text and outputs", "suffix"),
     "prompt_lookup": ("prompt_lookup", "copies what followed the same n-gram earlier", "prompt_lookup"),
     "lookahead": ("lookahead", "Jacobi iteration fills a pool of n-grams", "lookahead"),
-    "medusa2": ("medusa2", "", "medusa"),
-    "space": ("space", "", "space"),
-    "draft-model": ("draft_model", "", "draft_model"),
-    "staged": ("staged", "", "staged"),
-    "quantized_draft": ("quantized_draft", "", "quantized_draft"),
 }
-TRAINED = "1.0 to 1.8 million tokens of the target's own texts, `eagle` on 0.4"
+OTHERS = {"medusa2": "medusa", **{name: name for name in ("space", "draft_model", "staged", "quantized_draft")}}
+TRAINED = "1.0 to 2.1 million tokens of the target's own texts, `eagle` on 0.4"
 Record = Mapping[str, Any]
 
 
@@ -159,19 +156,15 @@ def methods(stem: str, result: Result) -> list[str]:
     """Mean acceptance length, cost and speed of each method on one row."""
     run, weights = result["run"], result["run"]["weights"][0]
     found = {method["name"]: method for method in result["compared"]}
-    rows, left = [], []
+    rows = []
     for name, (drafter, how, page) in METHODS.items():
-        link = f"[`{drafter}`](docs/methods/{page}.md)"
-        records = [r for r in found.get(name, {"parts": {}})["parts"].get(f"1 row, {weights}", []) if "error" not in r]
-        fixed = [record for record in records if record["name"] not in ("none", "auto")]
-        if not fixed:
-            left.append(link)
-            continue
-        parameters = found[name]["facts"]["extra_parameters"]
-        best = max((record for record in records if record["name"] != "none"), key=_speedup)
-        cells = (f"{fixed[-1]['mean_acceptance_length']:.2f}", f"{fixed[-1]['relative_step']:.2f}")
+        records = alone(found[name], weights)
+        sized, best = largest(records), max(records, key=_speedup)
+        assert sized is not None, f"{stem} has no draft of a fixed size of {name}"
+        cells = (f"{sized['mean_acceptance_length']:.2f}", f"{sized['relative_step']:.2f}")
         size = "" if best["name"] == "as given" else f", {best['name']}"
-        rows.append((link, how, _millions(parameters), *cells, f"{_speedup(best):.2f}{size}"))
+        parameters = _millions(found[name]["facts"]["extra_parameters"])
+        rows.append((_linked(drafter, page), how, parameters, *cells, f"{_speedup(best):.2f}{size}"))
     titles = (
         "method",
         "drafts with",
@@ -187,8 +180,12 @@ def methods(stem: str, result: Result) -> list[str]:
         f"{run['budgets'][-1]} draft nodes (`lookahead`: its window). {model} as stored, {run['limit']} prompts of "
         f"Spec-Bench, one at a time, {machine(Run(stem, result))}, where arithmetic limits a pass; adapters are "
         f"trained on {TRAINED}, and tables count 1.6 M ({source(stem)}; [more, and on a GPU](docs/comparison.md)). "
-        f"Not in that run: {', '.join(left)}.",
+        f"Not in that run: {', '.join(_linked(drafter, page) for drafter, page in OTHERS.items())}.",
     ]
+
+
+def _linked(drafter: str, page: str) -> str:
+    return f"[`{drafter}`](docs/methods/{page}.md)"
 
 
 def _speedup(record: Record) -> float:

@@ -7,11 +7,11 @@ the other), and on how many prompts the tokens are the same. Greedy, batch 1. Ru
     python scripts/compare_commits.py --before ../base --data ../shared/data --suite spec_bench:60 \\
         --suite mt_bench:20 --case bf16:auto --case int4:auto --out benchmarks/NAME.json
 
-With --tokens it compares tokens and no speed: every drafter at hand of this checkout, greedy and seeded, in float32 and
-bf16, at 1 and 8 rows. *Matching* gives the tokens of plain decoding whatever the drafter and the rows, so these are
-compared with the other checkout's plain decoding of one row; *rejection*, with the other checkout's own. It prints one
-line a combination, and returns 1 if any differs. The tokens are kept in --out as JSON lines: a run that was interrupted
-continues, and a commit is decoded once.
+With --tokens it compares tokens instead of speed, for every drafter at hand, greedy and seeded, in float32 and bf16, at
+1 and 8 rows. *Matching* gives the tokens of plain decoding for every drafter and number of rows, so its tokens are
+compared with the other checkout's plain decoding of one row. *Rejection* is compared with the same combination there.
+It prints one line for each combination, and returns 1 if any differs. The tokens are kept in --out as JSON lines: a run
+that was interrupted continues, and a commit is decoded once.
 
     python scripts/compare_commits.py --tokens --before ../base --data ../shared/data --suite spec_bench:60 \\
         --out tokens.jsonl

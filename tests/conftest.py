@@ -9,9 +9,8 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # of programs that tests start, too: they share the cores with other tests
+# programs that tests start share the cores with other tests, so they compute on one thread, too
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(script: str, *options: object, status: int = 0) -> str:
-    """What a comparison of this checkout with itself prints."""
+    """The output of a comparison of this checkout with itself."""
     command = [sys.executable, str(ROOT / "scripts" / script), "--before", str(ROOT), *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == status, done.stdout + done.stderr
