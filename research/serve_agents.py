@@ -30,7 +30,7 @@ import httpx
 
 from anabranch.errors import InputError
 from measured import result_options, write_measured
-from serve_load import CHAT, PATIENCE, pairs, say, started
+from serve_load import CHAT, PATIENCE, model_at, pairs, say, started
 
 ARMS = {"reuse": "", "fresh": "--prefix-memory 0"}
 READ_FROM = Path(__file__).resolve().parents[1] / "src" / "anabranch" / "decoding"
@@ -181,8 +181,8 @@ def _says(event: dict[str, Any]) -> bool:
 
 def run(args: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Any]]:
     """The turns of all forms; the servers take turns."""
+    names = {arm: model_at(url) for arm, url in urls.items()}
     with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
-        names = {arm: client.get(f"{url}/v1/models").json()["data"][0]["id"] for arm, url in urls.items()}
 
         def count(text: str) -> int:
             url = next(iter(urls.values()))

@@ -83,6 +83,18 @@ def started(name: str, options: str, model: str) -> Iterator[str]:
             process.wait()
 
 
+def model_at(url: str) -> str:
+    """The first model that a server lists. Raises InputError if it does not answer, or lists none."""
+    try:
+        listed = httpx.get(f"{url}/v1/models", timeout=PATIENCE, trust_env=False)
+    except httpx.HTTPError as error:
+        raise InputError(f"no server answers at {url} ({error}); start it first") from error
+    if listed.status_code != 200:
+        raise InputError(f"{url} lists no models (status {listed.status_code}); name a server of OpenAI's interface")
+    name: str = listed.json()["data"][0]["id"]
+    return name
+
+
 def body_of(model: str, prompt: str, new: int) -> dict[str, Any]:
     """A request for a greedy answer as a stream with its usage."""
     return {
@@ -178,14 +190,8 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 async def load(url: str, prompts: Sequence[str], new: int, clients: int, rate: float | None) -> dict[str, Any]:
     """One load of one server: a closed loop, or with a ``rate`` random arrivals."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    limits, model = httpx.Limits(max_connections=None, max_keepalive_connections=None), model_at(url)
     async with httpx.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False) as client:
-        listed = await client.get(f"{url}/v1/models")
-        if listed.status_code != 200:
-            raise InputError(
-                f"{url} lists no models (status {listed.status_code}); name a server of OpenAI's interface"
-            )
-        model = listed.json()["data"][0]["id"]
 
         def one(prompt: str) -> Awaitable[Answer]:
             return ask(client, url, model, prompt, new)

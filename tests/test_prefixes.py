@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from anabranch.decoding import prefix_files, prefixes
+from anabranch.decoding import prefix_files, prefixes, ticks
 from anabranch.decoding.engine import Request
 from anabranch.decoding.prefix_files import PrefixFiles
 from anabranch.decoding.prefixes import Family, Prefixes
@@ -77,6 +77,28 @@ def test_the_ends_of_the_least_recently_used_texts_go_first() -> None:
     assert found[-1] == 44
     assert min(found) == 32, "all begin with the system prompt, which was used by each"
     assert sorted(found) == found
+
+
+def test_only_blocks_of_other_texts_make_room() -> None:
+    """A text that is being kept needs the blocks that it shares with earlier ones, however long ago they were used."""
+    target = small()
+    scheduler = Scheduler(target, prefix_bytes=64 * target.token_bytes)
+    run(scheduler, SYSTEM, 1)
+    run(scheduler, prompt(25, 2), 1)
+    run(scheduler, [*SYSTEM, *prompt(24, 3)], 1)
+    assert scheduler.prefixes.find(FAMILY, [*SYSTEM, *prompt(24, 3)]) == 56
+    assert 0 < scheduler.prefixes.find(FAMILY, prompt(25, 2)) < 25
+    assert [*scheduler.prefixes._recent] == [b for b in scheduler.prefixes._recent if b.stored is not None]
+    assert scheduler.prefixes.nbytes == sum(block.nbytes for block in scheduler.prefixes._recent)
+
+
+def test_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = small()
+    monkeypatch.setattr(ticks, "free_memory", lambda device: 2**30)
+    assert ticks.kept_bytes(target, 0.25) == 2**28
+    assert [ticks.kept_bytes(target, size) for size in (0, 1, 2**40, None)] == [0, 1, 2**40, 2**26]
+    monkeypatch.setattr(ticks, "free_memory", lambda device: None)
+    assert ticks.kept_bytes(target, 0.25) == 2**26
 
 
 def test_a_text_that_does_not_fit_is_kept_as_far_as_it_fits() -> None:

@@ -157,10 +157,11 @@ class Model:
         """The scheduler of all calls, for callers that work with token ids instead of text."""
         return self._scheduler
 
-    def keep_prefixes(self, *, memory: int | None = None, disk: int = 0, folder: str | Path | None = None) -> None:
+    def keep_prefixes(self, *, memory: float | None = None, disk: int = 0, folder: str | Path | None = None) -> None:
         """Set how much is kept of the keys and values of texts that ended, which later prompts may begin like.
 
-        memory  bytes; None: 64 MiB, or an eighth of the weights if more
+        memory  bytes, or below 1 a share of the memory that is free now; None: 64 MiB, or an eighth of the weights
+                if more
         disk    bytes of files, so that conversations survive a restart; 0: none. They hold the tokens of the texts
         folder  of the files, of which other models' count too; None: in the cache folder
 
@@ -175,7 +176,7 @@ class Model:
             if facts.kernels != "torch":  # their results do not depend on the number of threads
                 facts = replace(facts, threads=0)
             files = PrefixFiles(cache_home() / "prefixes" if folder is None else Path(folder), repr(facts), disk)
-        self._scheduler.keep(Prefixes(kept_bytes(self.target.decoder) if memory is None else memory, files))
+        self._scheduler.keep(Prefixes(kept_bytes(self.target.decoder, memory), files))
 
     @property
     def _modules(self) -> list[nn.Module]:

@@ -50,6 +50,8 @@ def test_refused_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(out, monkeypatch)
     with pytest.raises(SystemExit, match="wants LABEL=VALUE"):
         run(["--arm", "auto", *out], monkeypatch)
+    with pytest.raises(SystemExit, match=r"no server answers at http://127\.0\.0\.1:9 .*; start it first"):
+        run(["--server", "gone=http://127.0.0.1:9", *out], monkeypatch)
 
 
 def test_quantiles_and_failures() -> None:

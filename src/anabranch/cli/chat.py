@@ -73,8 +73,11 @@ def chat(config: ChatConfig) -> None:
 
     The text of a stopped answer stays in the conversation. From a pipe, every line is a message.
     """
+    from anabranch.decoding.ticks import KEPT_SHARE
+
     with show.Wait() as wait:
         loaded = show.load_model(config.loading, config.drafter, config.call, wait)
+        loaded.keep_prefixes(memory=KEPT_SHARE)
         talk = Conversation(loaded, config)
         talk.prompt_ids([{"role": "user", "content": "hello"}])  # raises for a model without a chat template
         words = [command.split()[0] for command in COMMANDS]

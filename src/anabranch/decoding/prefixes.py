@@ -6,7 +6,8 @@ common beginning, and a text that continues another one adds only blocks of its 
     64 tokens -- 64 tokens -+- 64 tokens -- 12 tokens       two conversations with one system prompt
                             +- 41 tokens
 
-The least recently used blocks go first, from the ends of texts. With ``files`` they stay on disk.
+The least recently used blocks go first. A text that is used takes its blocks from its end to its beginning, so a block
+never goes before those below it. With ``files`` they stay on disk.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Prefixes:
     def __init__(self, most: int, files: PrefixFiles | None = None) -> None:
         self.most, self.files, self.nbytes = most, files, 0
         self._roots: dict[Family, _Block] = {}
+        self._recent: dict[_Block, None] = {}  # the blocks in memory, the least recently used first
         self._clock = 0
         self._open()
 
@@ -89,6 +91,7 @@ class Prefixes:
             block.stored = None
             if not block.name and block.parent is not None:
                 del block.parent.children[block.tokens]
+        self._recent.clear()
         self.nbytes = 0
 
     def close(self) -> None:
@@ -97,6 +100,7 @@ class Prefixes:
             self.files.close()
         self.files = None
         self._roots.clear()
+        self._recent.clear()
         self.nbytes = 0
 
     def _open(self) -> None:
@@ -126,12 +130,14 @@ class Prefixes:
         self._clock += 1
         start, path = 0, list(self._path(family, tokens))
         for block, count in path:
-            block.used = self._clock
+            self._use(block)
             if (stored := block.stored or self._loaded(block, cache)) is None:
                 self._drop(block)
                 break
             cache.put(slot, start, *(part[:, :, :count] for part in stored))
             start += count
+        for block, _ in reversed(path):
+            self._use(block)
         if self.files is not None:
             self.files.used([block.name for block, _ in path if block.name])
         return start
@@ -152,8 +158,7 @@ class Prefixes:
         like = cache.keys[:, 0, :, :count], cache.values[:, 0, :, :count]
         stored = None if self.files is None else self.files.load(block.name, like)
         if stored is not None and self._fits(count * cache.token_bytes):
-            block.stored = stored
-            self.nbytes += block.nbytes
+            self._hold(block, stored)
         return stored
 
     # -- keeping ----------------------------------------------------------------------------------------
@@ -169,12 +174,13 @@ class Prefixes:
                     self._drop(child)  # the end of a text that this one continues
                 if not self._fits(len(piece) * cache.token_bytes):
                     break
-                child = _Block(piece, block, cache.taken(slot, start, start + len(piece)))
-                block.children[piece] = child
-                self.nbytes += child.nbytes
-            child.used = self._clock
+                block.children[piece] = child = _Block(piece, block)
+                self._hold(child, cache.taken(slot, start, start + len(piece)))
+            self._use(child)
             block = child
             path.append(child)
+        for block in reversed(path):
+            self._use(block)
         self._store(family, path)
 
     def _store(self, family: Family, path: Sequence[_Block]) -> None:
@@ -192,21 +198,34 @@ class Prefixes:
             above = block.name
         self.files.used([block.name for block in path if block.name])
 
+    # -- memory -----------------------------------------------------------------------------------------
+    def _hold(self, block: _Block, stored: tuple[Tensor, Tensor]) -> None:
+        """Take the keys and values of a block into memory."""
+        block.stored = stored
+        self._recent[block] = None
+        self.nbytes += block.nbytes
+
+    def _release(self, block: _Block) -> None:
+        """Free the memory of a block."""
+        self.nbytes -= block.nbytes
+        block.stored = None
+        self._recent.pop(block, None)
+
+    def _use(self, block: _Block) -> None:
+        """Make a block the most recently used one."""
+        block.used = self._clock
+        if block in self._recent:
+            del self._recent[block]
+            self._recent[block] = None
+
     def _fits(self, needed: int) -> bool:
         """Make room for so many bytes, without blocks of the text in use; returns whether there is."""
         while self.nbytes + needed > self.most:
-            ends = [
-                block
-                for root in self._roots.values()
-                for block in root.below()
-                if block.stored is not None and all(child.stored is None for child in block.children.values())
-            ]
-            oldest = min(ends, key=lambda block: block.used, default=None)
+            oldest = next(iter(self._recent), None)
             if oldest is None or oldest.used == self._clock:
                 return False
             if oldest.name:
-                self.nbytes -= oldest.nbytes
-                oldest.stored = None
+                self._release(oldest)
             else:
                 self._drop(oldest)
         return True
@@ -216,6 +235,6 @@ class Prefixes:
         assert block.parent is not None
         del block.parent.children[block.tokens]
         for each in (block, *block.below()):
-            self.nbytes -= each.nbytes
+            self._release(each)
             if each.name and self.files is not None:
                 self.files.remove(each.name)

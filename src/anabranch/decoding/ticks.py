@@ -32,8 +32,9 @@ from anabranch.decoding.ticket import Order, Ticket
 from anabranch.drafting.drafter import Drafter
 from anabranch.errors import OutOfMemoryError
 from anabranch.model.decoder import Decoder
+from anabranch.support.memory import free_memory
 
-__all__ = ["Ticks", "kept_bytes"]
+__all__ = ["KEPT_SHARE", "Ticks", "kept_bytes"]
 
 SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode, where passes are not timed
 LEAST = 16  # tokens that a pass counts as at least: one over fewer takes as long
@@ -42,11 +43,22 @@ SHARED_SECONDS = 0.05  # the same while others decode, whose next tokens wait
 SHORTEST = 16  # tokens that a shared beginning must have to be copied
 AHEAD = 256  # tokens that a row has room for when it joins, besides those that it begins with
 PREFIX_BYTES = 2**26
+KEPT_SHARE = 0.25  # of the free memory, for texts that ended, in programs that hold conversations
 
 
-def kept_bytes(target: Decoder) -> int:
-    """Memory for the keys and values of texts that ended, unless told otherwise."""
-    return max(PREFIX_BYTES, sum(parameter.nbytes for parameter in target.parameters()) // 8)
+def kept_bytes(target: Decoder, memory: float | None) -> int:
+    """Memory for the keys and values of texts that ended.
+
+    memory  bytes, or below 1 a share of the free memory; None, or a share where the system does not say what is free:
+            64 MiB, or an eighth of the weights if more
+    """
+    share = memory if memory is not None and 0 < memory < 1 else None
+    if memory is not None and share is None:
+        return int(memory)
+    free = None if share is None else free_memory(target.device)
+    if share is None or free is None:
+        return max(PREFIX_BYTES, sum(parameter.nbytes for parameter in target.parameters()) // 8)
+    return int(share * free)
 
 
 class Ticks:
@@ -63,7 +75,7 @@ class Ticks:
     def __init__(self, target: Decoder, *, rows: int, controller: Controller | None, prefix_bytes: int | None) -> None:
         self.target, self.rows = target, rows
         self._most = rows  # for which memory suffices
-        self.prefixes = Prefixes(kept_bytes(target) if prefix_bytes is None else prefix_bytes)
+        self.prefixes = Prefixes(kept_bytes(target, prefix_bytes))
         self._controller = controller
         self.engine: Engine | None = None
         self._order = Order()

@@ -11,6 +11,7 @@ from typing import Any
 
 from anabranch.api import Model
 from anabranch.declared import Keywords
+from anabranch.decoding.ticks import KEPT_SHARE
 from anabranch.options import Options
 from anabranch.serve.failures import RequestError
 from anabranch.serve.jobs import Job, ScoreJob
@@ -58,9 +59,8 @@ class Service:
         self.loras = tuple(model.target.decoder.loras.names)
         self.metrics = Metrics(self.names[0])
         model.scheduler.limit(settings.rows)
-        if settings.prefix_memory is not None or settings.prefix_disk:
-            memory = None if settings.prefix_memory is None else settings.prefix_memory * MIB
-            model.keep_prefixes(memory=memory, disk=settings.prefix_disk * MIB, folder=settings.prefix_folder)
+        memory = KEPT_SHARE if settings.prefix_memory is None else settings.prefix_memory * MIB
+        model.keep_prefixes(memory=memory, disk=settings.prefix_disk * MIB, folder=settings.prefix_folder)
         self.drafter = model.drafter_of(model.spec_of_several)  # measured before the first request
         self.worker = Worker(model, self.metrics, room=settings.rows + settings.queue)
         self.started = int(time.time())

@@ -39,7 +39,7 @@ class Settings:
     rows: Annotated[int, Option("decode at most this many sequences at the same time")] = 32
     queue: Annotated[int, Option("let at most this many sequences wait; others get status 503")] = 64
     prefix_memory: Annotated[
-        int | None, Option("keep keys and values of texts in so many MiB (default: 64, or an eighth of the weights)")
+        int | None, Option("keep keys and values of texts in so many MiB (default: a quarter of the free memory)")
     ] = None
     prefix_disk: Annotated[int, Option("keep them on disk too, in so many MiB, for after a restart")] = 0
     prefix_folder: Annotated[

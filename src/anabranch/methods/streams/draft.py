@@ -50,14 +50,14 @@ class StreamTrees(TreeSettings):
     """Settings of trees from streams or masks.
 
     tree       best, product, chain, auto (best, sized by the load), or a number: best with so many nodes
-    nodes      node budget, counting the root; 0: 16, or with tree=auto 24
+    nodes      node budget of a best-first tree, counting the root; 0: 16, or with tree=auto 24
     k          maximum number of children of a node; 0: 16, or in a product tree 3
     depth      number of streams or masks used; 0: all, but fewer in small best-first trees
     frontier   maximum number of nodes expanded per level (best-first)
     threshold  minimum joint probability of a node (best-first)
     """
 
-    trees = budgeted = ("best", "product", "chain", "auto")
+    trees = ("best", "product", "chain", "auto")
     k: int = 0
     depth: int = 0
     frontier: int = 12
