@@ -12,6 +12,8 @@ keeps nothing of earlier prompts, ``--server`` one that runs already, as ``llama
 responses  as Codex sends it: instructions, items of calls and their outputs, ``store`` false
 messages   as Claude Code sends it: a system line that differs in each request, blocks of tool use, ``cache_control``
 chat       chat completions, for servers that have neither
+
+The forms have different system prompts, so that a session finds nothing of another form's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from serve_load import CHAT, PATIENCE, model_at, pairs, say, started
 ARMS = {"reuse": "", "fresh": "--prefix-memory 0"}
 READ_FROM = Path(__file__).resolve().parents[1] / "src" / "anabranch" / "decoding"
 ASKED = "Explain how this project decodes several texts at a time, and where a prompt is read."
-SYSTEM = "You are a coding agent. Read the files that you need with the tools, then answer. Keep answers short."
+SYSTEM = "You are the coding agent {}. Read the files that you need with the tools, then answer. Keep answers short."
 READ = {
     "name": "read_file",
     "description": "Read lines of a file",
@@ -81,7 +83,7 @@ def responses(model: str, calls: Sequence[Call], turn: int, new: int) -> tuple[s
     tool = {"type": "function", "name": READ["name"], "description": READ["description"], "strict": False}
     return "/v1/responses", {
         "model": model,
-        "instructions": SYSTEM,
+        "instructions": SYSTEM.format("R"),
         "input": items,
         "tools": [{**tool, "parameters": READ["schema"]}],
         "tool_choice": "auto",
@@ -103,7 +105,7 @@ def messages(model: str, calls: Sequence[Call], turn: int, new: int) -> tuple[st
     billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={turn:05d};"}
     return "/v1/messages", {
         "model": model,
-        "system": [billing, {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}],
+        "system": [billing, {"type": "text", "text": SYSTEM.format("M"), "cache_control": {"type": "ephemeral"}}],
         "messages": spoken,
         "tools": [{"name": READ["name"], "description": READ["description"], "input_schema": READ["schema"]}],
         "stream": True,
@@ -113,7 +115,10 @@ def messages(model: str, calls: Sequence[Call], turn: int, new: int) -> tuple[st
 
 
 def chat(model: str, calls: Sequence[Call], turn: int, new: int) -> tuple[str, dict[str, Any]]:
-    spoken: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASKED}]
+    spoken: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM.format("C")},
+        {"role": "user", "content": ASKED},
+    ]
     for call in calls:
         made = {"name": READ["name"], "arguments": json.dumps(call.arguments)}
         spoken.append(
