@@ -129,17 +129,17 @@ class Prefixes:
         """Write what is kept of ``tokens`` to the beginning of a slot; returns how many tokens."""
         self._clock += 1
         start, path = 0, list(self._path(family, tokens))
+        blocks = [block for block, _ in path]
+        self._use(blocks)  # none of them makes room for another one
         for block, count in path:
-            self._use(block)
             if (stored := block.stored or self._loaded(block, cache)) is None:
                 self._drop(block)
                 break
             cache.put(slot, start, *(part[:, :, :count] for part in stored))
             start += count
-        for block, _ in reversed(path):
-            self._use(block)
+        self._use(blocks)
         if self.files is not None:
-            self.files.used([block.name for block, _ in path if block.name])
+            self.files.used([block.name for block in blocks if block.name])
         return start
 
     def _path(self, family: Family, tokens: Sequence[int]) -> Iterator[tuple[_Block, int]]:
@@ -176,11 +176,10 @@ class Prefixes:
                     break
                 block.children[piece] = child = _Block(piece, block)
                 self._hold(child, cache.taken(slot, start, start + len(piece)))
-            self._use(child)
+            self._use([child])
             block = child
             path.append(child)
-        for block in reversed(path):
-            self._use(block)
+        self._use(path)
         self._store(family, path)
 
     def _store(self, family: Family, path: Sequence[_Block]) -> None:
@@ -211,12 +210,13 @@ class Prefixes:
         block.stored = None
         self._recent.pop(block, None)
 
-    def _use(self, block: _Block) -> None:
-        """Make a block the most recently used one."""
-        block.used = self._clock
-        if block in self._recent:
-            del self._recent[block]
-            self._recent[block] = None
+    def _use(self, path: Sequence[_Block]) -> None:
+        """Make the blocks of a text, from its beginning on, the most recently used ones."""
+        for block in reversed(path):
+            block.used = self._clock
+            if block in self._recent:
+                del self._recent[block]
+                self._recent[block] = None
 
     def _fits(self, needed: int) -> bool:
         """Make room for so many bytes, without blocks of the text in use; returns whether there is."""
