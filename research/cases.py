@@ -12,7 +12,7 @@ from typing import Any
 from anabranch.adapters.folder import CONFIG, load_adapter, read_record
 from anabranch.adapters.record import method_of
 from anabranch.drafting.counting import parameters
-from anabranch.drafting.settings import Settings
+from anabranch.drafting.settings import Settings, TreeSettings
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Method, make_drafter, methods, parse_spec
@@ -144,15 +144,16 @@ def contenders(case: Case, budgets: Sequence[int]) -> dict[str, Spec]:
 
     Budgets count the root. A method whose drafts have no such size has one drafter, "as given".
     """
-    found = {}
-    for nodes in budgets:
+    found, given = {}, case.part.settings
+    unsized = isinstance(given, TreeSettings) and given.budget is None  # a chain, or a product tree
+    for nodes in () if unsized else budgets:
         sized = _sized(case.method, nodes)
         if sized is not None:
-            found[f"{nodes} nodes"] = Spec((Part(case.method, _with(sized, case.part.settings)),))
+            found[f"{nodes} nodes"] = Spec((Part(case.method, _with(sized, given)),))
     if not found:
         found["as given"] = Spec((case.part,))
-    following = _with(case.method.settings.under_load(), case.part.settings)
-    if following.adaptive and following == replace(following, **_changed(case.part.settings)):
+    following = _with(case.method.settings.under_load(), given)
+    if following.adaptive and following == replace(following, **_changed(given)):
         found[LOAD] = Spec((Part(case.method, following),))
     return found
 

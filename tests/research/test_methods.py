@@ -122,9 +122,8 @@ def test_all_adapters_of_a_folder(drafts: Path, tmp_path: Path) -> None:
 def test_the_row_of_a_paper_keeps_its_settings(toys: ToyFolders) -> None:
     (case,) = adapter_cases([f"streams:tree=chain,placement=ride={toys.adapter}"])
     assert case.name == "streams:tree=chain,placement=ride"
-    specs = [str(spec) for spec in contenders(case, [4]).values()]
-    assert specs, "and none whose size follows the load"
-    assert all("tree=chain" in spec and "placement=ride" in spec for spec in specs)
+    found = {name: str(spec) for name, spec in contenders(case, [4, 8]).items()}
+    assert found == {"as given": "streams:tree=chain,placement=ride"}, "no budget, and none whose size follows the load"
     assert [case.name for case in free_cases(["draft_model:model=toy"])] == ["draft_model:model=toy"]
 
 

@@ -115,7 +115,7 @@ def test_depth_and_condition_are_options() -> None:
     shallow = StreamDraft(target, adapter, StreamSettings(depth=1))
     assert shallow.build(states(), [ROOT])[0].max_depth == 1
     assert [StreamSettings(nodes=n).streams(5) for n in (2, 3, 4, 6, 7, 32)] == [1, 2, 3, 4, 5, 5]
-    assert StreamSettings(nodes=4, depth=5).streams(5) == StreamSettings(tree="chain", nodes=4).streams(5) == 5
+    assert StreamSettings(nodes=4, depth=5).streams(5) == StreamSettings(tree="chain").streams(5) == 5
     blind = StreamDraft(target, adapter, StreamSettings(condition=False, nodes=12))
     # what a blind stream says does not depend on the root
     assert np.array_equal(blind.build(states(), [3])[0].tokens[1:], blind.build(states(), [4])[0].tokens[1:])
