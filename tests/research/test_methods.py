@@ -123,7 +123,7 @@ def test_the_row_of_a_paper_keeps_its_settings(toys: ToyFolders) -> None:
     (case,) = adapter_cases([f"streams:tree=chain,placement=ride={toys.adapter}"])
     assert case.name == "streams:tree=chain,placement=ride"
     found = {name: str(spec) for name, spec in contenders(case, [4, 8]).items()}
-    assert found == {"as given": "streams:tree=chain,placement=ride"}, "no budget, and none whose size follows the load"
+    assert found == {"as given": "streams:tree=chain,placement=ride"}, "its size is fixed"
     assert [case.name for case in free_cases(["draft_model:model=toy"])] == ["draft_model:model=toy"]
 
 

@@ -52,13 +52,12 @@ def kept_bytes(target: Decoder, memory: float | None) -> int:
     memory  bytes, or below 1 a share of the free memory; None, or a share where the system does not say what is free:
             64 MiB, or an eighth of the weights if more
     """
-    share = memory if memory is not None and 0 < memory < 1 else None
-    if memory is not None and share is None:
-        return int(memory)
-    free = None if share is None else free_memory(target.device)
-    if share is None or free is None:
+    if memory is not None and 0 < memory < 1:
+        free = free_memory(target.device)
+        memory = None if free is None else memory * free
+    if memory is None:
         return max(PREFIX_BYTES, sum(parameter.nbytes for parameter in target.parameters()) // 8)
-    return int(share * free)
+    return int(memory)
 
 
 class Ticks:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Drafter, Needs, Observation, Row, Traits, tally
-from anabranch.drafting.grow import product_size
 from anabranch.drafting.head import DrawNoise, RowVocabulary
 from anabranch.errors import CapabilityError, InputError
 from anabranch.methods.streams.adapter import StreamModule
@@ -132,8 +131,7 @@ class StreamDrafter(Drafter):
         parts = (target.blocks[adapter.start :], adapter.layers, *adapter.terms)
         read = read_bytes(parts) + self.tree.head.read
         self._call = Call("partial", len(adapter.layers), len(target.blocks), read)
-        best = settings.kind == "best"
-        self.max_nodes = settings.size if best else product_size(settings.widths, self.tree.depth)
+        self.max_nodes = settings.size_for(self.tree.depth)
 
     def depth_of(self, budget: int) -> int:
         """The number of streams that a tree of ``budget`` nodes uses."""
