@@ -28,12 +28,13 @@ from anabranch.learning.examples import Batch, Example
 from anabranch.methods.none import NoDrafter
 from anabranch.methods.streams.adapter import StreamAdapter
 from anabranch.methods.streams.recipes import StreamConfig
+from anabranch.methods.terms import lora_of
 from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig, RopeConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target
-from anabranch.model.lora import Lora, Term, places
+from anabranch.model.lora import Lora, Term, decoder_rows, places
 from anabranch.model.passes import PassResult
 from anabranch.model.weights import build_decoder, fingerprint
 from anabranch.sampling import SamplingParams
@@ -127,6 +128,18 @@ SAMPLINGS = {
     "penalty": SamplingParams(repetition_penalty=1.3),
     "processors": SamplingParams(temperature=1.0, processors=(lambda tokens, logits: logits - 50 * (logits > 2),)),
 }
+
+
+def merged(target: Decoder, layers: nn.ModuleList) -> Decoder:
+    """A copy of a target with the terms of its layers added to the weights."""
+    made = copy.deepcopy(target)
+    for name, term in lora_of(target.config, layers).terms.items():
+        place = places(target.config)[name]
+        weight = made.blocks[place.layer].get_submodule(place.part).weight
+        assert isinstance(weight, Tensor)
+        up_OR = decoder_rows(target.config, place, term.up_OR)
+        weight.data[place.rows] += term.scale * up_OR @ term.down_RI
+    return made
 
 
 def randomise(module: nn.Module, seed: int, scale: float = 0.3) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.lora import PARTS, Lora, Place, SideTerms, Term, decoder_rows, places, stored_rows, widths
 
@@ -91,16 +90,6 @@ class LayerTuning(SideTerms, nn.Module):
         for key, place, scale in terms:
             whole[..., place.rows] += scale * self._made(key)(x, fixed=fixed)
         return whole
-
-    def merge(self, block: Block) -> None:
-        """Add the terms to a block's weights: module by module, as loading them as a LoRA does, to the same bits."""
-        with torch.no_grad():
-            for part, terms in self.parts.items():
-                weight = block.get_submodule(part).weight
-                assert isinstance(weight, Tensor)
-                for key, place, scale in terms:
-                    made = self._made(key)
-                    weight[place.rows] = Term(made.down, made.up, scale).merged(weight[place.rows])
 
     def _made(self, key: str) -> LowRank:
         term = self.terms[key]

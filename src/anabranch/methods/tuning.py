@@ -8,7 +8,6 @@ B rows, T text length, P positions, K kv heads, E head width, D model width.
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,16 +25,19 @@ from anabranch.learning.loss import Vocabulary, vocabulary_loss
 from anabranch.learning.objective import Scores, Segment, segments
 from anabranch.learning.recompute import through
 from anabranch.learning.target import Keeping, RunTarget, TargetStates, frozen_target
-from anabranch.methods.terms import LayerTuning, lora_of
+from anabranch.methods.terms import lora_of
 from anabranch.model.blocks import Attend, Block, attention
+from anabranch.model.checkpoint import read_checkpoint
 from anabranch.model.config import NEEDS
 from anabranch.model.decoder import Decoder
-from anabranch.model.families import module_rows, weight_source
+from anabranch.model.families import model_config, module_rows, weight_source
 from anabranch.model.load import Target, base_name, load_target
-from anabranch.model.peft import write_lora
+from anabranch.model.lora import with_lora
+from anabranch.model.peft import read_lora, write_lora
+from anabranch.model.stored import Checkpoint
 from anabranch.model.training_formats import Int8Linear, Nf4Linear
+from anabranch.model.weights import fill_decoder
 from anabranch.support.files import write_atomically
-from anabranch.support.jsonfiles import read_json
 
 __all__ = [
     "QUALITY",
@@ -327,16 +329,21 @@ def check_tunable(target: Decoder) -> None:
 def save_tuned(folder: Path, layers: nn.ModuleList, target: Target, *, needs: str = "") -> Target:
     """Write the tuned target as a folder that ``anabranch.load`` reads, and load it.
 
+    The terms are merged into the stored weights as loading them as a LoRA does, to the same bits.
+
     needs  the method whose adapter is part of the tuned model; empty: none
     """
-    described = {**_described(target), **({NEEDS: needs} if needs else {})}
-    decoder = copy.deepcopy(target.decoder).cpu()
-    for block, side in zip(decoder.blocks, layers, strict=True):
-        assert isinstance(block, Block)
-        assert isinstance(side, LayerTuning)
-        side.merge(block)
-    generation = None if target.path is None else target.path / "generation_config.json"
-    if generation is not None and generation.is_file():
+    assert target.path is not None, "a target that is tuned was loaded from somewhere"
+    checkpoint = read_checkpoint(target.path)
+    described = {**_described(checkpoint, target), **({NEEDS: needs} if needs else {})}
+    tensors: Mapping[str, Tensor] = checkpoint.tensors
+    if target.lora is not None:
+        tensors = with_lora(tensors, read_lora(target.lora, target.config), target.config)
+    tensors = with_lora(tensors, lora_of(target.config, layers), target.config)
+    cpu = torch.device("cpu")
+    decoder, _ = fill_decoder(model_config(checkpoint.config), tensors, dtype=target.decoder.dtype, device=cpu)
+    generation = target.path / "generation_config.json"
+    if generation.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(generation, folder / generation.name)
     write_model(folder, decoder, described, target.tokenizer)
@@ -379,18 +386,11 @@ def export_tuned(folder: Path, module: M, target: Target) -> tuple[M, Target] | 
     return alone, tuned
 
 
-def _described(target: Target) -> dict[str, Any]:
-    """config.json of the tuned target: what the target's own folder or .gguf file says, and the type of the weights."""
-    assert target.path is not None, "a target that is tuned was loaded from somewhere"
-    if target.path.is_file():
-        from anabranch.model.gguf import read_gguf
-
-        described = dict(read_gguf(target.path).config)
-    else:
-        described = read_json(target.path / "config.json", "fetch or copy the model again")
+def _described(checkpoint: Checkpoint, target: Target) -> dict[str, Any]:
+    """config.json of the tuned target: what the target's own files say, and the type of the weights."""
     stored = str(target.decoder.dtype).removeprefix("torch.")
     return {
-        **described,
+        **checkpoint.config,
         "torch_dtype": stored,
         "tie_word_embeddings": target.config.tied_head,
         "eos_token_id": list(target.config.eos_token_ids),

@@ -26,7 +26,7 @@ from anabranch.support.appended import settings_path
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_json
 from anabranch.train.data import Sourced, check_first, frequent_tokens, read_examples, read_texts
-from anabranch.train.fit import RunOptions, Subject, fit, stored_target
+from anabranch.train.fit import RunOptions, Subject, fit
 from anabranch.train.sounds import WindowReader
 
 if TYPE_CHECKING:
@@ -246,8 +246,8 @@ def train_adapter(
     if fitted is None:
         return {}
     module, identity = fitted.module, TargetIdentity.of(target)
-    if trained.export is not None:  # a tuned target is written from the stored weights
-        made = trained.export(folder / "model", module, stored_target(target))
+    if trained.export is not None:
+        made = trained.export(folder / "model", module, target)
         if made is not None:
             module, tuned = made
             name, identity = identity.name, TargetIdentity.of(tuned)
