@@ -55,8 +55,10 @@ ITEMS = (
             "inconclusive",
         ),
         "lengths 2.05 (SQL) and 1.59 (E2E) after 170 steps, where the paper trains on all rows; 100 rows a task leave "
-        "[quality](applications.md#results) within intervals of 10 points. 1,200 rows took 20 minutes, so the 60 "
-        "thousand of SQL take 17 hours a form on two cores. For a GPU, `MODEL=FILE.gguf RANK=32 EPOCHS=5 "
+        "[quality](applications.md#results) within intervals of 10 points. [On the 0.5B]"
+        "(applications.md#the-papers-form-on-half-a-billion-parameters) 900 rows of SQL give 2.73 with 8 nodes, where "
+        "the papers' 3.8B to 7B have 3.6 after all rows. They took 34 minutes, so all 60 thousand take 38 hours on two "
+        "cores. For a GPU, `MODEL=FILE.gguf RANK=32 EPOCHS=5 "
         "research/train_application sql DATA 60000 OUT lora paper medusa2` is ready. Parameters are "
         "[reproduced](comparison.md#parameters-on-the-papers-targets) but one",
     ),
