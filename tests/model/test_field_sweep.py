@@ -44,6 +44,7 @@ BASES = {family: family for family in FAMILIES} | {
 }
 # the last of a name wins, so families with several toys have the plain one again
 ENCODED = dict(PAIRS.values()) | {name: PAIRS[name][1] for name in ("t5", "marian")}
+COMPUTED: dict[tuple[Path, str], tuple[Tensor, Tensor] | ModelError] = {}
 FACTORS = [1.0 + i / 8 for i in range(8)]
 ROPES: list[Any] = [
     {"rope_type": "default", "rope_theta": 300.0},
@@ -206,16 +207,18 @@ def pieces() -> list[list[int]]:
 
 
 def ours(folder: Path) -> tuple[Tensor, Tensor] | ModelError:
-    """The same of our decoder."""
+    """The same of our decoder; once a config, since many fields change nothing in it."""
     try:
-        return computed(folder, model_config(json.loads((folder / "config.json").read_text())))
+        config = model_config(json.loads((folder / "config.json").read_text()))
     except ModelError as error:
         return error
+    key = folder, repr(config)
+    if key not in COMPUTED:
+        COMPUTED[key] = computed(folder, config)
+    return COMPUTED[key]
 
 
-@cache
 def computed(folder: Path, config: ModelConfig) -> tuple[Tensor, Tensor] | ModelError:
-    """Those of a decoder of this config: many fields change nothing in it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ModelWarning)
