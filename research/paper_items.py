@@ -56,9 +56,9 @@ ITEMS = (
         ),
         "lengths 2.05 (SQL) and 1.59 (E2E) after 170 steps, where the paper trains on all rows; 100 rows a task leave "
         "[quality](applications.md#results) within intervals of 10 points. [On the 0.5B]"
-        "(applications.md#the-papers-form-on-half-a-billion-parameters) 900 rows of SQL give 2.73 with 8 nodes, where "
-        "the papers' 3.8B to 7B have 3.6 after all rows. They took 34 minutes, so all 60 thousand take 38 hours on two "
-        "cores. For a GPU, `MODEL=FILE.gguf RANK=32 EPOCHS=5 "
+        "(applications.md#the-papers-form-on-half-a-billion-parameters) 900 rows of SQL give 2.73 with 8 nodes; the "
+        "paper has 3.57 to 3.67 for models of 3.8 to 7 billion parameters, after all rows. Training took 34 minutes, "
+        "so all 60 thousand rows would take 38 hours on two cores. For a GPU, `MODEL=FILE.gguf RANK=32 EPOCHS=5 "
         "research/train_application sql DATA 60000 OUT lora paper medusa2` is ready. Parameters are "
         "[reproduced](comparison.md#parameters-on-the-papers-targets) but one",
     ),

@@ -113,6 +113,6 @@ def by_machine(target: str, suite: str) -> list[Run]:
 
 
 def run_of(target: str, suite: str, beside: Run | None = None) -> Run | None:
-    """The newest run of a target and suite, on the same kind of machine as ``beside`` if that is given."""
+    """The newest run of a target and suite; if ``beside`` is given, the newest on the same kind of machine."""
     found = by_machine(target, suite)
     return next((run for run in found if beside is None or machine(run) == machine(beside)), None)

@@ -130,7 +130,7 @@ SAMPLINGS = {
 }
 
 
-def merged(target: Decoder, layers: nn.ModuleList) -> Decoder:
+def with_terms(target: Decoder, layers: nn.ModuleList) -> Decoder:
     """A copy of a target with the terms of its layers added to the weights."""
     made = copy.deepcopy(target)
     for name, term in lora_of(target.config, layers).terms.items():

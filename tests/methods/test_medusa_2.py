@@ -22,7 +22,7 @@ from anabranch.methods.tuning import export_tuned, save_tuned, tuned_pass
 from anabranch.model.load import load_target
 from anabranch.model.quantize import quantize_decoder
 from anabranch.model.weights import build_decoder
-from small import CASES, completions, merged, prompt, randomise, small, train_on
+from small import CASES, completions, prompt, randomise, small, train_on, with_terms
 from toy_text import ToyFolders, train_toy
 
 BATCH = Batch.of([Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tuple(prompt(4, 3)), tuple(prompt(7, 4)))])
@@ -42,7 +42,7 @@ def inside(states_BTD: torch.Tensor) -> torch.Tensor:
 def test_the_pass_that_is_trained_is_the_tuned_targets(case: str) -> None:
     target, layers = small(case), tuning(case)
     found = tuned_pass(target, layers, BATCH.tokens_BT).hidden_BTD
-    assert torch.allclose(inside(found), inside(run_frozen(merged(target, layers), BATCH).hidden_BTD), atol=1e-4)
+    assert torch.allclose(inside(found), inside(run_frozen(with_terms(target, layers), BATCH).hidden_BTD), atol=1e-4)
     assert not torch.allclose(inside(found), inside(run_frozen(target, BATCH).hidden_BTD), atol=1e-2)
     found.sum().backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is not None for parameter in layers.parameters())

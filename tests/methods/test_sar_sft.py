@@ -25,7 +25,7 @@ from anabranch.methods.space.module import (
 from anabranch.methods.tuning import TunedObjective
 from anabranch.model.decoder import Decoder
 from anabranch.model.load import load_target
-from small import completions, merged, prompt, randomise, small, train_on
+from small import completions, prompt, randomise, small, train_on, with_terms
 from toy_text import ToyFolders, train_toy
 
 TEXTS = [Example(tuple(prompt(9, 1)), tuple(prompt(6, 2))), Example(tuple(prompt(4, 3)), tuple(prompt(9, 4)))]
@@ -38,18 +38,18 @@ def tuned(case: str) -> tuple[Decoder, Decoder, MaskModule]:
     assert module.tuning is not None
     randomise(module, 4, scale=0.1)
     module.scale.fill_(2.0)
-    return target, merged(target, module.tuning), module
+    return target, with_terms(target, module.tuning), module
 
 
 @pytest.mark.parametrize("case", ["gemma2", "llama", "mistral", "phi"])
 def test_the_masks_that_are_trained_are_those_of_the_tuned_target(case: str) -> None:
-    target, whole, module = tuned(case)
+    target, merged, module = tuned(case)
     alone = MaskModule(target.config, MaskConfig(3))
     alone.load_state_dict({n: x for n, x in module.state_dict().items() if not n.startswith("tuning.")})
     batch = Batch.of(TEXTS)
     joint = mask_objective(target, module, MaskLossOptions(stride=1))
     assert isinstance(joint, TunedObjective)
-    wanted = MaskObjective(whole, alone, MaskLossOptions(stride=1), segment=64)
+    wanted = MaskObjective(merged, alone, MaskLossOptions(stride=1), segment=64)
     (segment,) = joint.segments(batch)
     found = [
         each.states(each.freeze(batch), batch.tokens_BT, segment.positions_BP)[segment.real_BP]
@@ -78,9 +78,9 @@ def test_the_loss_is_that_of_the_target_and_of_the_masks() -> None:
     # the last token of a text has no token after the next for the first mask
     assert float(count_S[0]) == float(segment.real_BP.sum()) - len(TEXTS)
     # without the masks: the mean over positions of the tuned target's own cross-entropy, as often as there are masks
-    _, whole, _ = tuned("llama")
-    states = MaskObjective(whole, MaskModule(target.config, MaskConfig(3))).freeze(batch).hidden_BTD
-    logits = whole.head(states)
+    _, merged, _ = tuned("llama")
+    states = MaskObjective(merged, MaskModule(target.config, MaskConfig(3))).freeze(batch).hidden_BTD
+    logits = merged.head(states)
     wanted = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="none"
     ).view(len(TEXTS), -1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf_files import toy_model, write_gguf
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from toys import CASES, Oracle, save_toy, tokens, toy_hf
 
 import anabranch
@@ -20,13 +20,15 @@ from anabranch.adapters.folder import TargetIdentity, read_record, save_adapter
 from anabranch.errors import AdapterError, CapabilityError
 from anabranch.loading import LoadConfig, check
 from anabranch.methods.streams.entry import METHOD
+from anabranch.methods.terms import fresh_terms, layers_of, lora_of
+from anabranch.methods.tuning import save_tuned
+from anabranch.model.config import ModelConfig
 from anabranch.model.families import model_config
 from anabranch.model.load import load_target
 from anabranch.model.lora import Lora, Term
 from anabranch.model.peft import CONFIG, WEIGHTS, PeftSettings, read_lora, read_settings, write_lora
 from anabranch.model.weights import fingerprint
-from small import LLAMA, drawn_lora, logits_after, small_adapter
-from small import merged as merged_target
+from small import LLAMA, drawn_lora, logits_after, randomise, small_adapter, with_terms
 
 IDS = tokens(9)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -344,6 +346,13 @@ def logits(target: Any) -> Tensor:
     return logits_after(target.decoder, IDS)
 
 
+def tuning(config: ModelConfig) -> nn.ModuleList:
+    """Random terms of all layers, as methods train them."""
+    layers = layers_of(config, fresh_terms(config, 3))
+    randomise(layers, 4, scale=0.1)
+    return layers
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", sorted(MODULES))
@@ -382,15 +391,10 @@ def test_peft_reads_what_is_written(case: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.thorough
 def test_peft_reads_terms_that_methods_trained(tmp_path: Path) -> None:
-    from anabranch.methods.terms import fresh_terms, layers_of, lora_of
-    from anabranch.methods.tuning import save_tuned
-    from small import randomise
-
     peft = pytest.importorskip("peft")
     base = toy_hf(*CASES["llama"])
     target = load_target(str(save_toy(base, tmp_path / "model")), dtype="float32")
-    layers = layers_of(target.config, fresh_terms(target.config, 3))
-    randomise(layers, 4, scale=0.1)
+    layers = tuning(target.config)
     write_lora(tmp_path / "lora", lora_of(target.config, layers), base="acme/toy")
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "lora").merge_and_unload()
     tuned = save_tuned(tmp_path / "tuned", layers, target)
@@ -399,26 +403,23 @@ def test_peft_reads_terms_that_methods_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tuned_target_is_its_files_with_the_lora(dtype: str, tmp_path: Path) -> None:
-    from anabranch.methods.terms import fresh_terms, layers_of, lora_of
-    from anabranch.methods.tuning import save_tuned
-    from small import randomise
-
     path = str(write_gguf(tmp_path / "toy.gguf", "llama", toy_model("llama")))  # in float32, which bfloat16 rounds
-    write_lora(tmp_path / "first", drawn_lora(load_target(path).config), base="")
-    for first in (None, tmp_path / "first"):
-        target = load_target(path, dtype=dtype, lora=first)
-        layers = layers_of(target.config, fresh_terms(target.config, 3))
-        randomise(layers, 4, scale=0.1)
-        tuned = save_tuned(tmp_path / f"tuned {first is None}", layers, target)
-        if first is None:
-            write_lora(tmp_path / "lora", lora_of(target.config, layers), base="")
-            again = load_target(path, dtype=dtype, lora=tmp_path / "lora")
-            assert again.fingerprint == tuned.fingerprint
-            weights = dict(again.decoder.named_parameters())
-            assert all(torch.equal(weights[name], value) for name, value in tuned.decoder.named_parameters())
-        else:  # the terms are those of the weights with the first ones
-            merged = logits_after(merged_target(target.decoder, layers), IDS)
-            torch.testing.assert_close(logits(tuned), merged, rtol=0, atol=1e-4 if dtype == "float32" else 0.3)
+    target = load_target(path, dtype=dtype)
+    layers = tuning(target.config)
+    tuned = save_tuned(tmp_path / "tuned", layers, target)
+    write_lora(tmp_path / "lora", lora_of(target.config, layers), base="")
+    again = load_target(path, dtype=dtype, lora=tmp_path / "lora")
+    assert again.fingerprint == tuned.fingerprint
+    weights = dict(again.decoder.named_parameters())
+    assert all(torch.equal(weights[name], value) for name, value in tuned.decoder.named_parameters())
+
+
+def test_a_target_with_a_lora_is_tuned(llama: Path, lora: Path, tmp_path: Path) -> None:
+    target = load_target(str(llama), dtype="float32", lora=lora)
+    layers = tuning(target.config)
+    tuned = save_tuned(tmp_path / "tuned", layers, target)
+    wanted = logits_after(with_terms(target.decoder, layers), IDS)
+    torch.testing.assert_close(logits(tuned), wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["gpt_neox", "phi3"])
