@@ -67,9 +67,9 @@ def serve() -> None:
 
     settings = json.loads(sys.stdin.readline())
     answers, sys.stdout = sys.stdout, sys.stderr
-    model = anabranch.load(
-        settings["model"], **{name: settings[name] for name in ("dtype", "quantize", "drafter", "adapter")}
-    )
+    loras = {"given": settings["lora"]} if settings.get("lora") else {}
+    options = {name: settings[name] for name in ("dtype", "quantize", "drafter", "adapter")}
+    model = anabranch.load(settings["model"], **options, loras=loras)
     prompts = [model.chat_ids([{"role": "user", "content": text}]) for text in settings["prompts"]]
     if settings["drafter"] is None:
         if hasattr(model, "keep_prefixes"):  # older commits lack it
@@ -78,10 +78,11 @@ def serve() -> None:
         for line in sys.stdin:
             print(json.dumps(_tokens(model, prompts, json.loads(line))), file=answers, flush=True)
         return
-    model.generate(prompts[0], max_new_tokens=16)
+    chosen = {"lora": next(iter(loras), None)}
+    model.generate(prompts[0], max_new_tokens=16, **chosen)
     print(json.dumps({"drafter": model.drafter}), file=answers, flush=True)
     for line in sys.stdin:
-        found = model.generate(prompts[int(line)], max_new_tokens=settings["max_new_tokens"])
+        found = model.generate(prompts[int(line)], max_new_tokens=settings["max_new_tokens"], **chosen)
         took = {"tokens": found.token_ids, "rate": found.stats.tokens_per_second, "steps": found.stats.steps}
         print(json.dumps(took), file=answers, flush=True)
 
@@ -162,6 +163,7 @@ def compare(case: str, args: argparse.Namespace, prompts: list[str], suites: lis
     dtype = "float32" if kind == "float32" else "auto"
     settings = {"dtype": dtype, "quantize": quantize, "drafter": drafter or "auto", "prompts": prompts}
     settings |= {"model": args.model, "max_new_tokens": args.max_new_tokens or 128, "adapter": args.adapter}
+    settings["lora"] = args.lora
     workers = {"before": Worker(__file__, args.before.resolve(), settings), "now": Worker(__file__, HERE, settings)}
     rates: dict[str, list[float]] = {"before": [], "now": []}
     same = 0
@@ -217,6 +219,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs of each prompt")
     parser.add_argument("--max-new-tokens", type=int, help=f"default: 128, with --tokens {TOKENS}")
     parser.add_argument("--adapter", action="append", help="adapter folder instead of the shipped one; repeatable")
+    parser.add_argument("--lora", help="without --tokens: a LoRA folder that every request chooses (loras=)")
     parser.add_argument("--tokens", action="store_true", help="compare tokens only")
     parser.add_argument("--drafter", action="append", help="with --tokens: one of the drafters; repeatable")
     parser.add_argument("--dtype", action="append", choices=("float32", "bf16"), help="with --tokens; repeatable")

@@ -15,13 +15,10 @@ from anabranch.errors import AdapterError, CapabilityError, InputError
 from anabranch.loading import LoadConfig, check
 from anabranch.methods import make_drafter
 from anabranch.model.decoder import Decoder
-from anabranch.model.kernel_use import why_not_native
 from anabranch.model.load import load_target
-from anabranch.model.pack import pack_decoder
 from anabranch.model.peft import write_lora
-from anabranch.native import library as native
 from small import SOME_CASES, decode, drawn_lora, merged_copy, request, small, small_adapter
-from toy_text import ToyFolders, save_toys
+from toy_text import ToyFolders
 
 TEXT: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
 
@@ -117,19 +114,3 @@ def test_invalid_options_are_refused_before_loading(folders: dict[str, Path], tm
         check(LoadConfig(loras=(("", folders["sql"]),)))
     with pytest.raises(AdapterError, match="there is no LoRA folder"):
         check(LoadConfig(loras=(("sql", tmp_path / "none"),)))
-
-
-@pytest.mark.skipif(native.library() is None, reason="needs the native kernels")
-def test_the_native_kernels_leave_them_to_pytorch(tmp_path: Path) -> None:
-    toys = save_toys(tmp_path, native=True)
-    target = load_target(str(toys.model), dtype="float32")
-    assert why_not_native(target.decoder) == ""
-    lora = drawn_lora(target.config)
-    target.decoder.add_lora("a", lora)
-    assert why_not_native(target.decoder) == "LoRAs that are chosen per request run in PyTorch"
-    pack_decoder(target.decoder)
-    assert target.decoder.backend.kernels is None
-    packed = load_target(str(toys.model), dtype="float32").decoder
-    pack_decoder(packed)
-    with pytest.raises(CapabilityError, match="LoRAs are loaded before the weights are packed"):
-        packed.add_lora("a", lora)

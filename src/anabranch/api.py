@@ -84,7 +84,7 @@ def load(
     threads   CPU threads of this process; None: torch's default, limited to the container's quota
     lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
     loras     LoRA folders by name, of which each call of ``generate`` chooses one or none (``lora="name"``). Calls with
-              different LoRAs share forward passes, which PyTorch runs, not the native kernels
+              different LoRAs share forward passes
     cache     keep packed weights in the user's cache directory, where the next load finds them
     kv        "auto": keys and values have the type of the weights; "int8": 8 bits each, with a scale for every 32 of
               them, 9/16 of the memory of bf16. The model with this cache is the target. Native kernels only

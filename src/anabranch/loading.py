@@ -162,8 +162,8 @@ def _load(config: LoadConfig, *, pack: bool, stored: bool, adapters: bool, progr
         config.model,
         dtype=config.dtype,
         device=config.device,
-        # weights as they are stored are packed, and packed weights have no gradients and take no LoRAs
-        quantize="none" if config.quantize == "auto" and (config.loras or not (pack or stored)) else config.quantize,
+        # weights as they are stored are packed, and packed weights have no gradients
+        quantize="none" if config.quantize == "auto" and not (pack or stored) else config.quantize,
         revision=config.revision,
         lora=None if config.lora is None else config.lora.expanduser(),
         keep=config.cache,

@@ -25,13 +25,15 @@ from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.model import as_stored, packed_file
 from anabranch.model.as_stored import describe_stored
 from anabranch.model.gguf import read_gguf
+from anabranch.model.inputs import Inputs
 from anabranch.model.load import Target, load_target
 from anabranch.model.native_backend import stack_of
 from anabranch.model.native_linear import NativeLinear
+from anabranch.model.peft import write_lora
 from anabranch.native.arguments import FLOATS, STORED_TYPES
 from anabranch.native.library import library
 from children import in_child, together
-from small import decode, logits_after, small_adapter
+from small import decode, drawn_lora, logits_after, logits_of, new_cache, small_adapter
 from stored_rows import HALVES, raw_rows
 from verbs import Anabranch
 
@@ -198,6 +200,26 @@ def test_trained_drafters_read_floats_as_they_do_bf16(tmp_path: Path, layers: st
         assert drafted == plain
         assert any(step.tree.size > 1 for row in steps for step in row)
     assert copied == (layers in ("F16", "BF16"))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "F16"])
+def test_requests_choose_loras(tmp_path: Path, kind: str) -> None:
+    """Their terms are added to products of the stored weights, by the kernels."""
+    path = stored_file(tmp_path / "toy.gguf", lambda name: kind)
+    lora = drawn_lora(load_target(str(path), device="cpu").config)
+    write_lora(tmp_path / "tuned", lora, base="toy")
+    merged = load_target(str(path), device="cpu", dtype="float32", lora=tmp_path / "tuned")
+    with anabranch.load(path, device="cpu", loras={"tuned": tmp_path / "tuned"}) as model:
+        assert model.target.quantize == "stored"
+        decoder = model.target.decoder
+        assert decoder.backend.kernels is not None
+        result = decoder(Inputs.of_prompt(IDS), new_cache(decoder, prompt=len(IDS)), loras=["tuned"])
+        close(logits_of(result)[0], logits_after(merged.decoder, IDS))
+        prompt = [*IDS, *IDS[:20]]
+        said = [model.generate(prompt, max_new_tokens=40, lora=name).token_ids for name in ("tuned", None, "tuned")]
+        plain = model.generate(prompt, max_new_tokens=40, drafter="none", lora="tuned").token_ids
+    assert said[0] == said[2] == plain
+    assert said[0] != said[1]
 
 
 def test_what_is_asked_for_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.experts import Experts
 from anabranch.model.families import model_config
 from anabranch.model.inputs import Inputs
+from anabranch.model.kernel_use import why_not_native
 from anabranch.model.native_backend import ExpertsBackend, ProductsBackend
 from anabranch.model.pack import pack_decoder, weight_bytes
 from anabranch.model.quantize import quantize_decoder
@@ -26,7 +27,19 @@ from anabranch.model.weights import build_decoder, fill_decoder
 from anabranch.native import library as native
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import LLAMA, RICH, decode, logits_after, logits_of, new_cache, prompt, randomise, request
+from small import (
+    LLAMA,
+    RICH,
+    decode,
+    drawn_lora,
+    logits_after,
+    logits_of,
+    merged_copy,
+    new_cache,
+    prompt,
+    randomise,
+    request,
+)
 
 EXPERTS = ExpertsConfig(count=8, chosen=2, width=32)
 MOE = replace(
@@ -146,6 +159,19 @@ def test_drafts_change_nothing(config: ModelConfig, temperature: float) -> None:
         drafted, steps = decode(decoder, asked, make_drafter(name, decoder), rows=rows)
         assert drafted == plain
         assert any(step.tree.size > 1 for row in steps for step in row)
+
+
+@kernels
+def test_loras_by_row_run_in_pytorch() -> None:
+    decoder = target()
+    lora = drawn_lora(decoder.config)
+    decoder.add_lora("a", lora)
+    assert "run in PyTorch for llama models, which have experts" in why_not_native(decoder)
+    pack_decoder(decoder)
+    alone = merged_copy(target(), lora)
+    assert decode(decoder, [replace(request(9, 1), lora="a")])[0] == decode(alone, [request(9, 1)])[0]
+    with pytest.raises(CapabilityError, match=r"LoRAs per request .* in PyTorch only; load the model with"):
+        packed().add_lora("a", lora)
 
 
 def test_bytes_of_the_experts_that_a_row_passes_through_are_counted() -> None:

@@ -26,9 +26,10 @@ from anabranch.methods.streams.native import NativeTrail
 from anabranch.model.config import EncoderConfig
 from anabranch.model.encoder import Memory, Source
 from anabranch.model.native_linear import NativeLinear, SelectedOutputs
+from anabranch.model.native_terms import Term
 from anabranch.model.pack import packed_like
 from anabranch.model.quantize import QuantizedWeight
-from anabranch.model.riding import NativeRider, Side, Term
+from anabranch.model.riding import NativeRider, Side
 from anabranch.native import library as native
 from anabranch.native import structs
 from anabranch.sampling import position_keys

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import test_kernels
+import test_loras
 import test_stored_weights
 import torch
 
@@ -139,6 +140,12 @@ def test_a_quantized_cache(other: str, form: str) -> None:
 def test_a_ragged_pass_is_its_rows_to_the_bit(other: str, form: str) -> None:
     test_kernels.test_a_ragged_pass_is_its_rows_to_the_bit(name="llama", form=form)
     test_kernels.test_streams_of_some_rows_trail_to_the_bit(test_kernels.ADAPTERS[-1], form)
+
+
+@in_every_other_form
+@pytest.mark.parametrize("form", test_kernels.FORMS)
+def test_loras_by_row(other: str, form: str) -> None:
+    test_loras.test_rows_are_those_of_a_pass_of_their_own_to_the_bit("biases (qwen2)", form)
 
 
 @in_every_faster_form

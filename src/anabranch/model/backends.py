@@ -103,7 +103,7 @@ class TorchBackend:
         """Run main rows [B, N, D] through layers ``low`` to ``high`` - 1."""
         x = x_BND
         for index in range(low, high):
-            side = None if run.sides is None else run.sides[index]
+            side = None if run.sides is None else run.sides.layers[index]
             mix = run.recur if network.config.is_recurrent(index) else run.attend
             recall = None if network.encoder is None else partial(run.recall, index)
             x = network.blocks[index](x, run.cos, run.sin, partial(mix, index), side, recall)

@@ -67,9 +67,12 @@ class Decoder(Network):
         return 0 if self.encoder is None or source is None else self.encoder.size(source)
 
     def add_lora(self, name: str, lora: Lora) -> None:
-        """Let rows choose a LoRA by this name. Raises CapabilityError if the native kernels run the layers already."""
-        if self.backend.kernels is not None:
-            raise CapabilityError("LoRAs are loaded before the weights are packed; give them to load (loras=)")
+        """Let rows choose a LoRA by this name. Raises CapabilityError for packed experts."""
+        if self.backend.kernels is not None and self.config.experts is not None:
+            raise CapabilityError(
+                f"{self.config.family} models, which have experts, take LoRAs per request (loras=) in PyTorch only; "
+                "load the model with quantize='none'"
+            )
         self.loras.add(name, lora, self)
 
     def quantize_cache(self) -> None:

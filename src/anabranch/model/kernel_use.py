@@ -104,9 +104,10 @@ def _lacking_type(target: Decoder) -> Shortfall | None:
         return Shortfall(f"the native kernels take bfloat16 and float32, not {dtype}", "load it in bfloat16")
     if isinstance(target.head, QuantizedLinear) and target.dtype != torch.bfloat16:
         return Shortfall("the native kernels run quantised weights beside bfloat16 only", "load it in bfloat16")
-    if target.loras.names:
+    if target.loras.names and target.config.experts is not None:
         return Shortfall(
-            "LoRAs that are chosen per request run in PyTorch", "merge one of them (lora=) for the native kernels"
+            f"LoRAs that are chosen per request run in PyTorch for {target.config.family} models, which have experts",
+            "merge one of them (lora=) for the native kernels",
         )
     return None
 

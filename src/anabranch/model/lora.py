@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.families import Layout, module_rows, weight_source
 from anabranch.model.mlp import MLP
 from anabranch.model.network import Network
+from anabranch.model.passes import LayerTerms, RowSides
 from anabranch.model.stored import LazyTensors
 
 __all__ = [
@@ -194,10 +194,6 @@ def _merged(tensors: Mapping[str, Tensor], name: str, term: Term | None, place: 
     return merged.t() if place.layout == "transposed" else merged
 
 
-# rows, down [r, I] and scaled up [O, r] of each module of a layer, by part
-LayerTerms: TypeAlias = Mapping[str, Sequence[tuple[slice, Tensor, Tensor]]]
-
-
 class RowLoras:
     """LoRAs beside a loaded target, chosen for each row of the batch by name.
 
@@ -207,7 +203,7 @@ class RowLoras:
 
     def __init__(self) -> None:
         self._terms: dict[str, list[LayerTerms]] = {}
-        self._sides: dict[tuple[str | None, ...], list[RowSide]] = {}
+        self._sides: dict[tuple[str | None, ...], RowSides] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -232,8 +228,8 @@ class RowLoras:
         self._terms[name] = list(layers)
         self._sides.clear()
 
-    def sides(self, names_B: Sequence[str | None]) -> list[RowSide] | None:
-        """The terms of each layer for the rows of a pass, given the name of each row's LoRA; None: no row has one."""
+    def sides(self, names_B: Sequence[str | None]) -> RowSides | None:
+        """The terms of the rows of a pass, given the name of each row's LoRA; None: no row has one."""
         key = tuple(names_B)
         if not any(key):
             return None
@@ -245,7 +241,7 @@ class RowLoras:
             ]
             while len(self._sides) >= SIDES_KEPT:
                 del self._sides[next(iter(self._sides))]
-            self._sides[key] = made
+            self._sides[key] = RowSides(key, made, {name: self._terms[name] for name in rows})
         return self._sides[key]
 
 

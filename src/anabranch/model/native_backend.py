@@ -23,6 +23,7 @@ from anabranch.model.encoder import Source
 from anabranch.model.experts import Experts
 from anabranch.model.inputs import starts_of
 from anabranch.model.kernel_use import native_for
+from anabranch.model.native_loras import NativeLoras
 from anabranch.model.network import Network
 from anabranch.model.passes import Pass, PassRequest, PassResult
 from anabranch.model.stack import LayerWeights, Stack, StackStep
@@ -68,6 +69,7 @@ class NativeBackend(ProductsBackend):
     def __init__(self, stack: Stack, encoder: Stack | None = None) -> None:
         super().__init__(stack.kernels)
         self.stack, self.encoder = stack, encoder
+        self._loras = NativeLoras(stack.kind, stack.config)
         self.kernels = stack.kernels
 
     def encoded(self, network: Network, source: Source) -> Tensor:
@@ -80,7 +82,6 @@ class NativeBackend(ProductsBackend):
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a pass without padding its rows."""
         inputs, cache, slots, taps, rider, need, sides = request
-        assert sides is None, "a target with LoRAs by row is not packed"
         riding = None if rider is None else rider.in_kernels(self.stack.kind)
         if rider is not None and riding is None:
             return super().run(network, request)
@@ -92,6 +93,7 @@ class NativeBackend(ProductsBackend):
             *(cache.lengths[slots], counts, inputs.parents_M, cache.capacity),
             prompts=prompts,
             sources=cache.memories[slots],
+            loras=None if sides is None else self._loras.pointers(sides, 0),
         )
         if need == "tokens" and network.config.logit_softcap is not None:
             need = "hidden"
@@ -108,12 +110,12 @@ class NativeBackend(ProductsBackend):
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Run layers ``low`` to ``high`` - 1 in float32."""
-        rows, step = self.rows_of(x_BND, run)
+        rows, step = self.rows_of(x_BND, run, low)
         self.stack.run(rows, step, run.cache, run.slots.start, low, high)
         return rows.view(x_BND.shape)
 
-    def rows_of(self, x_BND: Tensor, run: Pass) -> tuple[Tensor, StackStep]:
-        """A float32 copy of main rows [B N, D], and the step of the kernels over them."""
+    def rows_of(self, x_BND: Tensor, run: Pass, low: int) -> tuple[Tensor, StackStep]:
+        """A float32 copy of main rows [B N, D], and the step of the kernels over them from layer ``low`` on."""
         rows = x_BND.to(torch.float32, copy=True).contiguous().flatten(0, 1)
         lengths = run.cache.lengths[run.slots]
         parents_M = run.parents_BN.flatten().numpy()
@@ -122,6 +124,7 @@ class NativeBackend(ProductsBackend):
             *(lengths, counts, parents_M, run.cache.capacity, rows),
             prompts=run.prompts,
             sources=run.cache.memories[run.slots],
+            loras=None if run.sides is None else self._loras.pointers(run.sides, low),
         )
 
     def normed(self, network: Network, x: Tensor) -> Tensor:
@@ -152,7 +155,7 @@ class ExpertsBackend(NativeBackend):
     def run(self, network: Network, request: PassRequest) -> PassResult:
         """Run a pass without padding its rows."""
         inputs, cache, slots, taps, rider, _, sides = request
-        assert sides is None, "a target with LoRAs by row is not packed"
+        assert sides is None, "mixtures of experts take no LoRAs by row here"
         if rider is not None:
             return TorchBackend.run(self, network, request)
         prompts = cache.unread(slots) if network.rope().varies else ()
@@ -171,7 +174,7 @@ class ExpertsBackend(NativeBackend):
 
     def layers(self, network: Network, x_BND: Tensor, run: Pass, low: int, high: int) -> Tensor:
         """Run layers ``low`` to ``high`` - 1 in float32."""
-        rows, step = self.rows_of(x_BND, run)
+        rows, step = self.rows_of(x_BND, run, low)
         for layer in range(low, high):
             self._layer(network, rows, step, run.cache, run.slots.start, layer)
         return rows.view(x_BND.shape)
@@ -193,6 +196,5 @@ def backend_of(target: Decoder, kernels: native.Library) -> TorchBackend:
     stack, encoder = Stack.of_target(target), target.encoder
     if target.config.experts is not None:
         return ExpertsBackend(stack)
-    if encoder is None:
-        return NativeBackend(stack)
-    return NativeBackend(stack, Stack(encoder, [LayerWeights.of(block) for block in encoder.blocks], 0))
+    below = None if encoder is None else Stack(encoder, [LayerWeights.of(block) for block in encoder.blocks], 0)
+    return NativeBackend(stack, below)

@@ -30,7 +30,24 @@ from anabranch.model.rope import Rope
 from anabranch.tree import DraftTree
 from anabranch.verify import Verdict
 
-__all__ = ["Entry", "Need", "Pass", "PassRequest", "PassResult", "Rider"]
+__all__ = ["Entry", "LayerTerms", "Need", "Pass", "PassRequest", "PassResult", "Rider", "RowSides"]
+
+
+# of a LoRA: the rows, down [r, I] and scaled up [O, r] of each module of a layer, by the layer's part
+LayerTerms: TypeAlias = Mapping[str, Sequence[tuple[slice, Tensor, Tensor]]]
+
+
+class RowSides(NamedTuple):
+    """What the rows of a pass add to the target's layers: their LoRAs.
+
+    names_B  the name of each row's LoRA; None: it has none
+    layers   what PyTorch adds in each layer
+    terms    the terms of each of these LoRAs in each layer
+    """
+
+    names_B: tuple[str | None, ...]
+    layers: Sequence[RowSide]
+    terms: Mapping[str, Sequence[LayerTerms]]
 
 
 class Pass:
@@ -39,7 +56,7 @@ class Pass:
     With a ``span`` the pass reads that many positions of the cache, in use or not, and keeps everything that changes
     from step to step in tensors, so that it can be captured as a graph (``graphs``).
 
-    sides     those of ``PassRequest``
+    sides     the LoRAs of the rows; None: none
     relative  the network's table of biases by distance
     """
 
@@ -52,7 +69,7 @@ class Pass:
         rope: Rope,
         *,
         span: int | None = None,
-        sides: Sequence[RowSide] | None = None,
+        sides: RowSides | None = None,
         relative: nn.Module | None = None,
     ) -> None:
         self.sides, self.relative = sides, relative
@@ -238,7 +255,7 @@ class PassRequest(NamedTuple):
     taps     layers before which the main rows are returned
     rider    a drafter's part in the pass
     need     the part of the result that is read; a backend may omit the rest, and choose the greedy tokens itself
-    sides    the terms added to some rows in each layer (``lora``); None: none
+    sides    the LoRAs of the rows; None: none
     """
 
     inputs: Inputs
@@ -247,7 +264,7 @@ class PassRequest(NamedTuple):
     taps: Sequence[int]
     rider: Rider | None
     need: Need
-    sides: Sequence[RowSide] | None = None
+    sides: RowSides | None = None
 
 
 class PassResult(NamedTuple):

@@ -5,7 +5,6 @@ M nodes of all rows, S streams, D model width.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from copy import copy
@@ -19,19 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.model.inputs import starts_of
-from anabranch.model.native_linear import NativeLinear
-from anabranch.model.quantize import QuantizedWeight
+from anabranch.model.native_terms import PackedTerms, Term
 from anabranch.native import structs
 from anabranch.native.arguments import BLOCK, address
 
-__all__ = ["NativeRider", "Ridden", "RiderCall", "Side", "Term"]
-
-
-class Term(NamedTuple):
-    """The weights of a low-rank term x -> (x down') up': [rank, in] and [out, rank]."""
-
-    down: Tensor
-    up: Tensor
+__all__ = ["NativeRider", "Ridden", "RiderCall", "Side"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +41,6 @@ class Side:
     mlp: Term | None = None
     replaces: bool = False
     gated: bool = False
-
-    @property
-    def bare(self) -> bool:
-        """True if streams pass through the layer as nodes do."""
-        return not any((self.qkv, self.out, self.up, self.down, self.mlp))
 
 
 class Ridden(NamedTuple):
@@ -108,27 +94,28 @@ class NativeRider:
         exit: Term | None = None,  # the papers' word
         softcap: float | None = None,
     ) -> None:
-        self._kind, self._kept = kind, list[object]()
+        self._packed = packed = PackedTerms(kind)
         turns = None if angles is None else torch.stack((angles.cos(), angles.sin()), dim=1)
         inputs, up, hidden = structs.Packed(), structs.Packed(), None
         if root is not None:
             more = -len(root[0]) % BLOCK
-            inputs, up = self._pack(F.pad(root[0], (0, 0, 0, more))), self._pack(F.pad(root[2], (0, more)))
-            hidden = self._pointer(F.pad(root[1], (0, more)))
+            inputs, up = packed.pack(F.pad(root[0], (0, 0, 0, more))), packed.pack(F.pad(root[2], (0, more)))
+            hidden = packed.pointer(F.pad(root[1], (0, more)))
         self._native = structs.Rider(
             start=start,
             least=-math.inf,
             softcap=softcap or 0.0,
             from_main=from_main,
             positioned=positioned,
-            streams=structs.Streams(count=streams, own=own, turns=self._pointer(turns)),
-            embeddings=self._pointer(embeddings),
-            init=self._term(init),
+            streams=structs.Streams(count=streams, own=own, turns=packed.pointer(turns)),
+            embeddings=packed.pointer(embeddings),
+            init=packed.term(init),
             inputs=inputs,
             up=up,
             hidden=hidden,
-            sides=self._sides(sides),
-            exit=self._term(exit),
+            sides=self._layers(sides),
+            terms=self._terms(sides),
+            exit=packed.term(exit),
         )
 
     def limited(self, *, ride: bool, keep: int, least: float) -> NativeRider:
@@ -141,43 +128,20 @@ class NativeRider:
         made._native = structs.Rider.from_buffer_copy(self._native)
         made._native.keep, made._native.least = keep, least
         if not ride:
-            made._native.streams.count, made._native.sides = 0, None
+            made._native.streams.count, made._native.sides, made._native.terms = 0, None, None
         return made
 
-    def _sides(self, sides: Sequence[Side]) -> int | None:
-        if all(side.bare for side in sides):
+    def _layers(self, sides: Sequence[Side]) -> int | None:
+        if all(side.mlp is None for side in sides):
             return None
-        made = (structs.StreamLayer * len(sides))()
-        for layer, side in zip(made, sides, strict=True):
-            layer.qkv, layer.out, layer.down = self._term(side.qkv), self._term(side.out), self._term(side.down)
-            layer.up, layer.mlp = self._term(side.up, gated=side.gated), self._term(side.mlp)
-            layer.replaces = side.replaces
-        self._kept.append(made)
-        return ctypes.addressof(made)
+        made = [structs.StreamLayer(self._packed.term(side.mlp), side.replaces) for side in sides]
+        return self._packed.addresses(made)
 
-    def _pointer(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
+    def _terms(self, sides: Sequence[Side]) -> int | None:
+        if not any(any((side.qkv, side.out, side.up, side.down)) for side in sides):
             return None
-        kept = tensor.detach().float().contiguous()
-        self._kept.append(kept)
-        return int(kept.data_ptr())
-
-    def _term(self, term: Term | None, *, gated: bool = False) -> structs.LowRank:
-        """A packed term, with its rank zero-padded to a multiple that the kernels support."""
-        if term is None:
-            return structs.LowRank()
-        more = -len(term.down) % BLOCK
-        down = self._pack(F.pad(term.down.detach(), (0, 0, 0, more)))
-        return structs.LowRank(down, self._pack(F.pad(term.up.detach(), (0, more)), gated=gated))
-
-    def _pack(self, weight: Tensor, *, gated: bool = False) -> structs.Packed:
-        """A weight in the type of the target's rows; int8 beside quantised weights of any kind."""
-        weight = weight.detach()
-        plain = self._kind in ("bfloat16", "float32")
-        stored = weight.to(getattr(torch, self._kind)) if plain else QuantizedWeight.of(weight, "int8")
-        linear = NativeLinear(stored, None, gated=gated)
-        self._kept.append(linear)
-        return linear.packed
+        made = [self._packed.layer(side.qkv, side.out, side.up, side.down, gated=side.gated) for side in sides]
+        return self._packed.addresses(made)
 
     def call(self, counts: Sequence[int], width: int, dtype: torch.dtype, words: int = 0) -> RiderCall:
         """The rider's part in a pass over rows of ``counts`` nodes of ``width`` channels.

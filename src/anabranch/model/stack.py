@@ -245,6 +245,7 @@ class Stack:
         whole: bool = False,
         prompts: Sequence[int] = (),
         sources: Sequence[Memory | None] = (),
+        loras: array[int] | None = None,
     ) -> StackStep:
         """The nodes of a pass over rows of ``lengths`` committed tokens.
 
@@ -256,6 +257,7 @@ class Stack:
         whole      each node sees all nodes of its row
         prompts    the length of the prompt of each row that has prompt tokens to read [B], else 0 (``Rope``); empty: 0
         sources    the keys and values of the rows' sources [B]; empty: they have none
+        loras      the addresses of the rows' terms in the pass's first layer (``NativeLoras``); None: they have none
         """
         lengths_B, starts = array("q", lengths), array("q", accumulate(counts, initial=0))
         nodes = starts[-1]
@@ -282,7 +284,9 @@ class Stack:
             None if angles_B is None else angles_B.buffer_info()[0],
         )  # ``ready`` sets the places
         held = _point_to(step, sources) if self.config.encoder is not None else ()
-        return StackStep(step, (lengths_B, starts, parents_M, angles_B, table, x_MD, held))
+        if loras is not None:
+            step.loras = loras.buffer_info()[0]
+        return StackStep(step, (lengths_B, starts, parents_M, angles_B, table, x_MD, held, loras))
 
     def _pointers(self, table: Tensor) -> tuple[Tensor, int, int]:
         """A rotation table [2, positions, dim], and the addresses of its cosines and sines."""

@@ -22,7 +22,8 @@ template <class T>
 struct Activations {
   float* qkv;
   T *hidden, *heads, *inner, *low;
-  T* terms;      // of streams' rows, inside a low-rank term
+  T* terms;      // rows inside a low-rank term
+  int rank;      // the largest rank of these terms
   float* added;  // what attention or the MLP adds to the rows, before its norm
 };
 

@@ -9,37 +9,50 @@ namespace {
 // Number of rows from which threads share the norms of a pass: then a barrier takes less time than computing all of them.
 constexpr int SHARED_NORM_ROWS = 64;
 
-// a low-rank term: x -> (x down') up'; data null: none
-struct LowRank {
-  Packed down, up;
-
-  int rank() const { return down.data == nullptr ? 0 : down.outputs; }
-};
-
-// the weights of a layer for streams only
+// a layer's MLP for streams only
 struct StreamLayer {
-  LowRank qkv, out, up, down;  // added to the layer's products
-  LowRank mlp;                 // silu(h down') up', added to the MLP or instead of it
-  int32_t replaces;            // 1: instead
+  LowRank mlp;       // silu(h down') up', added to the MLP or instead of it
+  int32_t replaces;  // 1: instead
 };
+
+// Rows of a pass, ``count`` from row ``first`` on, whose products have terms of their own in some of its layers.
+struct TermRows {
+  int first, count;
+  const Terms* layers;  // of each layer of the pass
+};
+
+// The rows of a pass with terms: those of its nodes with LoRAs, whose layers begin with ``layer`` of these, and its streams.
+inline std::vector<TermRows> term_rows(const RaggedBatch& batch, int layer, const Streams& streams, const Terms* of_streams) {
+  std::vector<TermRows> rows;
+  for (int b = 0; batch.loras != nullptr && b < batch.batch; ++b) {
+    if (batch.loras[b] == nullptr || batch.count(b) == 0) continue;
+    const Terms* layers = batch.loras[b] + layer;
+    if (!rows.empty() && rows.back().layers == layers && rows.back().first + rows.back().count == batch.start(b))
+      rows.back().count += batch.count(b);
+    else
+      rows.push_back({batch.start(b), batch.count(b), layers});
+  }
+  if (of_streams != nullptr && streams.count > 0) rows.push_back({batch.nodes, batch.nodes * streams.count, of_streams});
+  return rows;
+}
 
 // memory for ``rows`` rows between the products of ``count`` layers; ``sides`` may be null
 template <class T>
-Activations<T> activations(Runner& runner, const Shape& s, const Layer* layers, int count, const StreamLayer* sides, int rows) {
+Activations<T> activations(Runner& runner, const Shape& s, const Layer* layers, int count, const StreamLayer* sides,
+                           const std::vector<TermRows>& with_terms, int rows) {
   const int64_t m = rows;
   int rank = 1, terms = 1;
   bool added = false;
   for (int i = 0; i < count; ++i) {
     rank = std::max(rank, layers[i].low.data == nullptr ? 0 : layers[i].low.outputs);
     added = added || layers[i].after_attention != nullptr || layers[i].after_mlp != nullptr;
-    if (sides == nullptr) continue;
-    rank = std::max(rank, sides[i].mlp.rank());
-    for (const LowRank* term : {&sides[i].qkv, &sides[i].out, &sides[i].up, &sides[i].down}) terms = std::max(terms, term->rank());
+    if (sides != nullptr) rank = std::max(rank, sides[i].mlp.rank());
+    for (const TermRows& each : with_terms) terms = std::max(terms, each.layers[i].rank());
   }
   return {runner.qkv.of<float>(m * (s.heads + 2 * s.kv_heads) * s.e),
           rows < SHARED_NORM_ROWS ? nullptr : runner.hidden.of<T>(row_offset<T>(m, s.d)),
           runner.heads.of<T>(row_offset<T>(m, s.heads * s.e)), runner.inner.of<T>(row_offset<T>(m, s.inner)),
-          runner.low.of<T>(row_offset<T>(m, rank)), runner.terms.of<T>(row_offset<T>(m, terms)),
+          runner.low.of<T>(row_offset<T>(m, rank)), runner.terms.of<T>(row_offset<T>(m, terms)), terms,
           added ? runner.added.of<float>(m * s.d) : nullptr};
 }
 
@@ -49,6 +62,7 @@ struct PreparedPass {
   PassPlan plan, sliding, sources;
   Activations<T> rows;
   const StreamLayer* sides;  // of each layer; null: none
+  std::vector<TermRows> terms;
 };
 
 // calls f(activation)
@@ -72,11 +86,11 @@ inline void normalize(const Shape& s, const float* x, const float* weight, const
 template <class T>
 class LayerPart {
  public:
-  // ``side`` are the layer's weights for streams; null: none
-  LayerPart(Runner& runner, const Shape& s, const Layer& l, const StreamLayer* side, const PreparedPass<T>& pass, int thread)
-      : runner_(runner), pool_(runner.pool), s_(s), l_(l), side_(side), plan_(l.slides != 0 ? pass.sliding : pass.plan),
-        sources_(pass.sources), rows_(pass.rows), thread_(thread), m_(pass.plan.rows), main_(pass.plan.nodes),
-        fed_(side != nullptr && side->replaces != 0 ? main_ : m_) {
+  // layer ``index`` of the pass
+  LayerPart(Runner& runner, const Shape& s, const Layer& l, int index, const PreparedPass<T>& pass, int thread)
+      : runner_(runner), pool_(runner.pool), s_(s), l_(l), index_(index), side_(pass.sides == nullptr ? nullptr : pass.sides + index),
+        plan_(l.slides != 0 ? pass.sliding : pass.plan), sources_(pass.sources), rows_(pass.rows), terms_(pass.terms),
+        thread_(thread), m_(pass.plan.rows), main_(pass.plan.nodes), fed_(side_ != nullptr && side_->replaces != 0 ? main_ : m_) {
     Scratch& memory = runner.scratch[static_cast<size_t>(thread)];
     h_ = rows_.hidden == nullptr ? memory.hidden.of<T>(row_offset<T>(m_, s.d)) : rows_.hidden;
   }
@@ -172,40 +186,58 @@ class LayerPart {
     }
   }
 
-  // a term of streams, with its rows inside the term; null: none
-  const LowRank* with_rows(LowRank StreamLayer::*which, const T* x) {
-    if (side_ == nullptr || (side_->*which).down.data == nullptr) return nullptr;
-    const LowRank& term = side_->*which;
-    down(term.down, x, rows_.terms, [](F32x16 v) { return v; });
-    pool_.barrier();
-    return &term;
+  using Which = LowRank Terms::*;
+
+  // the memory of rows inside their term
+  T* inside(const TermRows& rows) const { return rows_.terms + row_offset<T>(rows.first, rows_.rank); }
+
+  // Computes the rows inside the terms ``which``; returns it, or null if no row has one.
+  Which with_rows(Which which, const T* x) {
+    bool any = false;
+    for (const TermRows& rows : terms_) {
+      const Packed& w = (rows.layers[index_].*which).down;
+      if (w.data == nullptr) continue;
+      down(w, x, rows.first, rows.count, inside(rows), [](F32x16 v) { return v; });
+      any = true;
+    }
+    if (any) pool_.barrier();
+    return any ? which : nullptr;
   }
 
-  // y = activation(x w') for streams
+  // y = activation(x w') for ``count`` rows from ``first`` on
   template <class A>
-  void down(const Packed& w, const T* x, T* y, A activation) {
-    multiply_tiles(pool_, x + row_offset<T>(main_, w.width), m_ - main_, w, thread_,
-                   [&](int row, int b, F32x16 low, F32x16 high) {
-                     store32(y + row_offset<T>(row, w.outputs), b, activation(low), activation(high));
-                   });
+  void down(const Packed& w, const T* x, int first, int count, T* y, A activation) {
+    multiply_tiles(pool_, x + row_offset<T>(first, w.width), count, w, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
+      store32(y + row_offset<T>(row, w.outputs), b, activation(low), activation(high));
+    });
   }
 
-  // Adds block b of a product of ``low``, the rows of streams inside a term, to the sums of ``count`` rows from ``first`` on.
-  void add_term(const Packed& up, const T* low, int first, int count, int b, Sums& acc) {
-    const int skipped = std::max(0, main_ - first), streams = count - skipped;
-    if (streams <= 0) return;
+  // Adds block b of a product to the sums of ``count`` rows from ``first`` on: of the rows ``low`` [have], which are those from
+  // ``start`` on.
+  void add_product(const Packed& up, const T* low, int start, int have, int first, int count, int b, Sums& acc) {
+    const int from = std::max(start, first), rows = std::min(start + have, first + count) - from;
+    if (rows <= 0) return;
     Sums more;
-    clear_sums(more, streams);
-    multiply_rows(0, streams, low + row_offset<T>(first + skipped - main_, up.width), up, b, more);
-    for (int i = 0; i < streams; ++i)
-      for (int half = 0; half < 2; ++half) acc[skipped + i][half] = acc[skipped + i][half] + more[i][half];
+    clear_sums(more, rows);
+    multiply_rows(0, rows, low + row_offset<T>(from - start, up.width), up, b, more);
+    for (int i = from - first; i < from - first + rows; ++i)
+      for (int half = 0; half < 2; ++half) acc[i][half] = acc[i][half] + more[i - (from - first)][half];
   }
 
-  // ``multiply`` of the first ``count`` rows, without the first ``skipped`` blocks of outputs, with a term (or null) of streams
+  // adds block b of the terms ``which`` to the sums of ``count`` rows from ``first`` on
+  void add_terms(Which which, int first, int count, int b, Sums& acc) {
+    if (which == nullptr) return;
+    for (const TermRows& rows : terms_) {
+      const LowRank& term = rows.layers[index_].*which;
+      if (term.down.data != nullptr) add_product(term.up, inside(rows), rows.first, rows.count, first, count, b, acc);
+    }
+  }
+
+  // ``multiply`` of the first ``count`` rows, without the first ``skipped`` blocks of outputs, with terms, or null
   template <class Done>
-  void multiply_all(const T* x, int count, const Packed& w, int skipped, const LowRank* term, Done&& done) {
+  void multiply_all(const T* x, int count, const Packed& w, int skipped, Which which, Done&& done) {
     const Packed rest = w.from(skipped);
-    if (term == nullptr)
+    if (which == nullptr)
       return multiply(pool_, x, count, rest, thread_,
                       [&](int row, int b, F32x16 low, F32x16 high) { done(row, b + skipped, low, high); });
     const int size = tile_rows<T>(count, w.width);
@@ -214,7 +246,7 @@ class LayerPart {
       for (int r = 0; r < count; r += size) {
         clear_sums(acc, size);
         const int n = multiply_rows(r, count, x, rest, b, acc);
-        add_term(term->up, rows_.terms, r, n, b + skipped, acc);
+        add_terms(which, r, n, b + skipped, acc);
         for (int i = 0; i < n; ++i) done(r + i, b + skipped, acc[i][0], acc[i][1]);
       }
     });
@@ -223,8 +255,8 @@ class LayerPart {
   // q, k and v, without the first ``skipped`` blocks of outputs
   void project_in(int skipped) {
     norm(l_.norm_in, l_.norm_in_bias);
-    const LowRank* term = with_rows(&StreamLayer::qkv, h_);
-    multiply_all(h_, m_, l_.qkv, skipped, term, [&](int row, int b, F32x16 low, F32x16 high) {
+    const Which terms = with_rows(&Terms::qkv, h_);
+    multiply_all(h_, m_, l_.qkv, skipped, terms, [&](int row, int b, F32x16 low, F32x16 high) {
       add_bias(l_.qkv_bias, b, BLOCK, &low, &high);
       float* to = rows_.qkv + static_cast<int64_t>(row) * l_.qkv.outputs + b * BLOCK;
       store16(to, low);
@@ -274,8 +306,8 @@ class LayerPart {
   }
 
   void project_out() {
-    const LowRank* term = with_rows(&StreamLayer::out, rows_.heads);
-    multiply_all(rows_.heads, m_, l_.out, 0, term, [&](int row, int b, F32x16 low, F32x16 high) {
+    const Which terms = with_rows(&Terms::out, rows_.heads);
+    multiply_all(rows_.heads, m_, l_.out, 0, terms, [&](int row, int b, F32x16 low, F32x16 high) {
       add_bias(l_.out_bias, b, BLOCK, &low, &high);
       add_to_row(l_.after_attention != nullptr, row, b, low, high);
     });
@@ -309,10 +341,10 @@ class LayerPart {
   void mlp_up() {
     norm(l_.norm_mlp, l_.norm_mlp_bias);
     if (side_ != nullptr && side_->mlp.down.data != nullptr)
-      down(side_->mlp.down, h_, rows_.low, [](F32x16 v) { return silu(v); });
-    const LowRank* term = with_rows(&StreamLayer::up, h_);
+      down(side_->mlp.down, h_, main_, m_ - main_, rows_.low, [](F32x16 v) { return silu(v); });
+    const Which terms = with_rows(&Terms::up, h_);
     with_activation(s_.activation,
-                    [&](auto activation) { s_.gated != 0 ? gated_up(activation, term) : plain_up(activation, term); });
+                    [&](auto activation) { s_.gated != 0 ? gated_up(activation, terms) : plain_up(activation, terms); });
     if (l_.low.data != nullptr)
       multiply(pool_, h_, m_, l_.low, thread_, [&](int row, int b, F32x16 low, F32x16 high) {
         store32(rows_.low + row_offset<T>(row, l_.low.outputs), b, silu(low), silu(high));
@@ -321,9 +353,9 @@ class LayerPart {
 
   // inner = activation(up)
   template <class A>
-  void plain_up(A activation, const LowRank* term) {
+  void plain_up(A activation, Which terms) {
     if (l_.up.data == nullptr) return;
-    multiply_all(h_, fed_, l_.up, 0, term, [&](int row, int b, F32x16 low, F32x16 high) {
+    multiply_all(h_, fed_, l_.up, 0, terms, [&](int row, int b, F32x16 low, F32x16 high) {
       add_bias(l_.up_bias, b, BLOCK, &low, &high);
       store32(rows_.inner + row_offset<T>(row, s_.inner), b, activation(low), activation(high));
     });
@@ -331,7 +363,7 @@ class LayerPart {
 
   // inner = activation(gate) * up, whose blocks alternate
   template <class A>
-  void gated_up(A activation, const LowRank* term) {
+  void gated_up(A activation, Which terms) {
     Sums gate, up;
     const int size = tile_rows<T>(fed_, BLOCK);  // all widths of a layer are multiples of BLOCK
     pool_.parallel_for(l_.up.data == nullptr ? 0 : s_.inner / BLOCK, thread_, [&](int b) {
@@ -340,10 +372,8 @@ class LayerPart {
         multiply_rows(r, fed_, h_, l_.up, 2 * b, gate);
         clear_sums(up, size);
         const int n = multiply_rows(r, fed_, h_, l_.up, 2 * b + 1, up);
-        if (term != nullptr) {
-          add_term(term->up, rows_.terms, r, n, 2 * b, gate);
-          add_term(term->up, rows_.terms, r, n, 2 * b + 1, up);
-        }
+        add_terms(terms, r, n, 2 * b, gate);
+        add_terms(terms, r, n, 2 * b + 1, up);
         for (int i = 0; i < n; ++i) {
           add_bias(l_.up_bias, 2 * b, BLOCK, &gate[i][0], &gate[i][1]);
           add_bias(l_.up_bias, 2 * b + 1, BLOCK, &up[i][0], &up[i][1]);
@@ -354,9 +384,9 @@ class LayerPart {
     });
   }
 
-  // x += inner down' + low high', and the terms of streams
+  // x += inner down' + low high', and terms
   void mlp_down() {
-    const LowRank* term = with_rows(&StreamLayer::down, rows_.inner);
+    const Which terms = with_rows(&Terms::down, rows_.inner);
     const Packed* high = side_ == nullptr || side_->mlp.up.data == nullptr ? nullptr : &side_->mlp.up;
     const int size = tile_rows<T>(fed_, BLOCK), rest = m_ - fed_, of_rest = tile_rows<T>(rest, BLOCK);
     const auto add = [&](int row, int count, int b, Sums& acc) {
@@ -372,8 +402,8 @@ class LayerPart {
         clear_sums(acc, size);
         if (l_.up.data != nullptr) multiply_rows(r, fed_, rows_.inner, l_.down, b, acc);
         if (l_.low.data != nullptr) multiply_rows(r, fed_, rows_.low, l_.high, b, acc);
-        if (term != nullptr) add_term(term->up, rows_.terms, r, n, b, acc);
-        if (high != nullptr) add_term(*high, rows_.low, r, n, b, acc);
+        add_terms(terms, r, n, b, acc);
+        if (high != nullptr) add_product(*high, rows_.low, main_, m_ - main_, r, n, b, acc);
         add(r, n, b, acc);
       }
       for (int r = 0; r < rest; r += of_rest) {  // streams without the MLP, and without its bias
@@ -390,24 +420,29 @@ class LayerPart {
   ThreadPool& pool_;
   const Shape& s_;
   const Layer& l_;
+  const int index_;
   const StreamLayer* side_;
   const PassPlan &plan_, &sources_;
   const Activations<T>& rows_;
+  const std::vector<TermRows>& terms_;
   const int thread_, m_;
   const int main_, fed_;  // the first rows of m_: of nodes, and of those that pass through the MLP
   T* h_;
 };
 
-// Plans a pass and allocates all of its memory; ``x`` holds the rows [M (1 + S), D] if the batch has none.
+// Plans a pass through layers from ``first`` on, and allocates all of its memory; ``x`` holds the rows [M (1 + S), D] if the batch
+// has none. ``sides`` and ``terms`` are those of streams.
 template <class T>
 PreparedPass<T> prepare_pass(Runner& runner, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch,
-                             PassMemory& memory, Workspace& x, const Streams& streams = {}, const StreamLayer* sides = nullptr) {
+                             PassMemory& memory, Workspace& x, int first = 0, const Streams& streams = {},
+                             const StreamLayer* sides = nullptr, const Terms* terms = nullptr) {
   int sliding = 0;
   for (int i = 0; i < count; ++i) sliding += layers[i].slides;
   RaggedBatch all = batch;
   const int rows = batch.nodes * (1 + streams.count);
   if (all.x == nullptr) all.x = x.of<float>(static_cast<int64_t>(rows) * s.d);
-  PreparedPass<T> pass{{}, {}, {}, activations<T>(runner, s, layers, count, sides, rows), sides};
+  const std::vector<TermRows> with_terms = term_rows(batch, first, streams, terms);
+  PreparedPass<T> pass{{}, {}, {}, activations<T>(runner, s, layers, count, sides, with_terms, rows), sides, with_terms};
   if (sliding > 0) {
     pass.plan = pass.sliding = plan_pass(all, streams, memory.sliding);
     plan_attention(runner, s, pass.rows, pass.sliding);
@@ -479,7 +514,7 @@ void run_layers(Runner& runner, const Shape& s, const Layer* layers, int first, 
     for (int tap = 0; tap < taps.count; ++tap)
       if (taps.layers[tap] == first + i)
         copy_rows(runner.pool, pass.plan, tail, s.d, taps.rows + static_cast<int64_t>(tap) * taps.stride * s.d, thread);
-    LayerPart<T> part(runner, s, layers[i], pass.sides == nullptr ? nullptr : pass.sides + i, pass, thread);
+    LayerPart<T> part(runner, s, layers[i], i, pass, thread);
     to_end || i + 1 < count ? part.run() : part.run_keys_values();
     if (i + 1 < count) prefetch_weight(layers[i + 1].qkv, runner.pool.size(), thread);
     runner.pool.barrier();

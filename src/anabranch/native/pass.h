@@ -35,7 +35,7 @@ void run_pass(Runner& runner, const Shape& s, const Layer* layers, int count, co
     if (tail != nullptr) {
       copy_rows(pool, pass.plan, tail, s.d, last.plan.x, thread);
       pool.barrier();
-      LayerPart<T>(runner, s, layers[count - 1], nullptr, last, thread).run();
+      LayerPart<T>(runner, s, layers[count - 1], count - 1, last, thread).run();
       pool.barrier();
     }
     if (ends == nullptr || !to_end) return;

@@ -31,6 +31,20 @@ struct Layer {
   int32_t source;  // the layer in the keys and values of sources
 };
 
+// a low-rank term: x -> (x down') up'; data null: none
+struct LowRank {
+  Packed down, up;
+
+  int rank() const { return down.data == nullptr ? 0 : down.outputs; }
+};
+
+// low-rank terms that are added to the products of a layer
+struct Terms {
+  LowRank qkv, out, up, down;
+
+  int rank() const { return std::max(std::max(qkv.rank(), out.rank()), std::max(up.rank(), down.rank())); }
+};
+
 enum Activation { SILU, GELU, GELU_TANH, RELU };
 
 // SEQUENTIAL: norm, attention, sum, norm, MLP, sum. PARALLEL: attention and MLP read the same rows. POST: attention, sum, norm, MLP,
@@ -76,6 +90,7 @@ struct RaggedBatch {
   const int64_t* sizes;    // of the source of each batch row [B]; null: no layer attends to sources
   const void* const* source_keys;  // of each batch row [B]: [layers, K, size, E], of the type of rows
   const void* const* source_values;
+  const Terms* const* loras;  // the terms of each batch row in each layer of the pass [B], null: none; null: no row has one
 
   int start(int b) const { return static_cast<int>(starts[b]); }
   int count(int b) const { return static_cast<int>(starts[b + 1] - starts[b]); }
@@ -393,6 +408,30 @@ void check(int kind, const Shape& s, const Layer& l) {
   check(l.cross.out, kind, s.d, s.heads * s.e);
 }
 
+void check(int kind, const LowRank& term, int outputs, int width) {
+  if (term.down.data == nullptr) return;
+  require(term.down.outputs % BLOCK == 0, "the rank of a low-rank term is not a multiple of 32");
+  check(term.down, kind, term.down.outputs, width);
+  check(term.up, kind, outputs, term.down.outputs);
+}
+
+void check(int kind, const Shape& s, const Layer& layer, const Terms& terms) {
+  check(kind, terms.qkv, layer.qkv.outputs, s.d);
+  check(kind, terms.out, s.d, layer.out.width);
+  check(kind, terms.up, layer.up.outputs, s.d);
+  check(kind, terms.down, s.d, s.inner);
+}
+
+void check_loras(int kind, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch) {
+  for (int b = 0; b < batch.batch; ++b) {
+    if (batch.loras[b] == nullptr || std::find(batch.loras, batch.loras + b, batch.loras[b]) != batch.loras + b) continue;
+    for (int i = 0; i < count; ++i) {
+      require(layers[i].up.data != nullptr, "a layer with a LoRA has no MLP");
+      check(kind, s, layers[i], batch.loras[b][i]);
+    }
+  }
+}
+
 void check_sources(const RaggedBatch& batch) {
   require(batch.sizes != nullptr && batch.source_keys != nullptr && batch.source_values != nullptr, "a pass has no sources");
   for (int b = 0; b < batch.batch; ++b)
@@ -412,6 +451,7 @@ void check(int kind, const void* runner, const Shape* s, const Layer* layers, in
   for (size_t at = 0; at < static_cast<size_t>(count) * sizeof(Layer); at += 64) prefetch(first + at);
   for (int i = 0; i < count; ++i) check(kind, *s, layers[i]);
   if (std::any_of(layers, layers + count, [](const Layer& l) { return l.cross.q.data != nullptr; })) check_sources(*batch);
+  if (batch->loras != nullptr) check_loras(kind, *s, layers, count, *batch);
 }
 
 void check(const Taps& taps, int layers, int nodes) {

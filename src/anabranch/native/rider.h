@@ -27,6 +27,7 @@ struct Rider {
   Packed inputs, up;    // data null: none
   const float* hidden;  // h [S, inner]
   const StreamLayer* sides;  // of the layers from ``start`` on; null: none
+  const Terms* terms;        // the same
   LowRank exit;  // o of the early-exit scores: head norm(m + o(m))
   // results: the streams after the last norm [kept nodes * S, D], of the cache's type; the kept nodes of each batch row, from its
   // first node on, ascending [kept nodes]; and their number [B]
@@ -374,7 +375,8 @@ void run_with_rider(Runner& runner, const Shape& s, const Layer* layers, int cou
   }
   const int top = count - rider.start;
   const PreparedPass<T> above =
-      prepare_pass<T>(runner, s, layers + rider.start, top, nodes, memory.plan, runner.x, rider.streams, rider.sides);
+      prepare_pass<T>(runner, s, layers + rider.start, top, nodes, memory.plan, runner.x, rider.start, rider.streams,
+                       rider.sides, rider.terms);
   StreamRows<T> streams(runner, memory, s, above.plan, ends, rider);
   const bool choosing = ends.chosen != nullptr;
   ScreenedSearch<P> search;
@@ -396,22 +398,16 @@ void run_with_rider(Runner& runner, const Shape& s, const Layer* layers, int cou
 
 // ---- checks -------------------------------------------------------------------------------------------------------
 
-void check(int kind, const LowRank& term, int outputs, int width) {
-  if (term.down.data == nullptr) return;
-  require(term.down.outputs % BLOCK == 0, "the rank of a low-rank term is not a multiple of 32");
-  check(term.down, kind, term.down.outputs, width);
-  check(term.up, kind, outputs, term.down.outputs);
-}
-
-void check(int kind, const Shape& s, const Layer& layer, const StreamLayer& side) {
+// what streams have in a layer of their own; null: nothing
+void check(int kind, const Shape& s, const Layer& layer, const StreamLayer* side, const Terms* terms) {
+  if (side == nullptr && terms == nullptr) return;
   require(layer.up.data != nullptr && layer.low.data == nullptr, "a layer with streams has no MLP, or a term for all rows");
-  require(side.replaces == 0 || side.mlp.down.data != nullptr, "streams have no MLP");
-  check(kind, side.qkv, layer.qkv.outputs, s.d);
-  check(kind, side.out, s.d, layer.out.width);
-  check(kind, side.up, layer.up.outputs, s.d);
-  check(kind, side.down, s.d, s.inner);
-  check(kind, side.mlp, s.d, s.d);
-  require(side.replaces == 0 || (side.up.down.data == nullptr && side.down.down.data == nullptr), "terms of an MLP that is replaced");
+  if (terms != nullptr) check(kind, s, layer, *terms);
+  if (side == nullptr) return;
+  check(kind, side->mlp, s.d, s.d);
+  if (side->replaces == 0) return;
+  require(side->mlp.down.data != nullptr, "streams have no MLP");
+  require(terms == nullptr || (terms->up.down.data == nullptr && terms->down.down.data == nullptr), "terms of an MLP that is replaced");
 }
 
 void check(int kind, const Shape& s, const Layer* layers, int count, const RaggedBatch& batch, const Ends& ends,
@@ -436,7 +432,10 @@ void check(int kind, const Shape& s, const Layer* layers, int count, const Ragge
     check(rider.inputs, kind, rider.inputs.outputs, s.d);
     check(rider.up, kind, s.d, rider.inputs.outputs);
   }
-  for (int i = rider.start; rider.sides != nullptr && i < count; ++i) check(kind, s, layers[i], rider.sides[i - rider.start]);
+  for (int i = rider.start; i < count; ++i) {
+    const int at = i - rider.start;
+    check(kind, s, layers[i], rider.sides == nullptr ? nullptr : rider.sides + at, rider.terms == nullptr ? nullptr : rider.terms + at);
+  }
 }
 
 }  // namespace

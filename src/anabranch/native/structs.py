@@ -11,7 +11,7 @@ from anabranch.native.recipe import sources
 
 __all__ = [
     *("Cross", "Ends", "Layer", "Layers", "LowRank", "Packed", "RaggedBatch", "Rider", "Screen", "Shape"),
-    *("StreamLayer", "Streams", "Table", "Taps", "functions", "mirrored"),
+    *("StreamLayer", "Streams", "Table", "Taps", "Terms", "functions", "mirrored"),
 ]
 
 S = TypeVar("S", bound=ctypes.Structure)
@@ -122,8 +122,13 @@ class LowRank(ctypes.Structure):
 
 
 @mirrored
+class Terms(ctypes.Structure):
+    """The low-rank terms of a layer's products."""
+
+
+@mirrored
 class StreamLayer(ctypes.Structure):
-    """The weights of a layer for streams only: terms of its products, and one beside the MLP or instead of it."""
+    """A layer's MLP for streams only: a low-rank term, beside the layer's or instead of it."""
 
 
 @mirrored

@@ -24,8 +24,9 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear, table_of
+from anabranch.model.native_terms import Term
 from anabranch.model.pack import packed_like, read_bytes
-from anabranch.model.riding import NativeRider, Side, Term
+from anabranch.model.riding import NativeRider, Side
 from anabranch.model.stack import LayerWeights, Stack, norm_bias, norm_weight
 from anabranch.native.arguments import BLOCK, address
 from anabranch.native.library import MAX_EMBEDDING_WIDTH
