@@ -7,6 +7,7 @@ ratios of time (this checkout over the other one), and whether hidden states and
 nothing else at the same time.
 
     python scripts/compare_passes.py --before ../base --out benchmarks/NAME.json
+    python scripts/compare_passes.py --before . --kernels avx512_vnni --out benchmarks/NAME.json
 """
 
 from __future__ import annotations
@@ -149,7 +150,11 @@ def serve() -> None:
 def compare(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All shapes of passes in one format."""
     settings = {"format": kind, "shapes": args.shape, "context": args.context, "passes": args.passes}
-    workers = {"now": Worker(__file__, HERE, settings), "before": Worker(__file__, args.before.resolve(), settings)}
+    kernels = {"ANABRANCH_KERNELS": args.kernels} if args.kernels else None
+    workers = {
+        "now": Worker(__file__, HERE, settings),
+        "before": Worker(__file__, args.before.resolve(), settings, kernels),
+    }
     found = []
     for shape in args.shape:
         found.append({"format": kind, "pass": shape} | in_turns(workers, shape, args.repeats))
@@ -164,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--before", type=Path, metavar="DIR", help="the other checkout")
+    parser.add_argument("--kernels", metavar="NAME", help="the instruction set that the other checkout uses")
     parser.add_argument(
         "--format", action="append", metavar="F", help="bf16, compact, float32, int8, int4, or a GGUF file; repeatable"
     )
