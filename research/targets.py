@@ -17,6 +17,7 @@ MACHINES = {
     "epyc-avx512-2cores": "AMD EPYC (Zen 5)",
     "epyc-zen4-2cores": "AMD EPYC (Zen 4)",
     "epyc-avx2-2cores": "AMD EPYC, AVX2",
+    "xeon-amx-2cores": "Intel Xeon with AMX",
 }
 TARGETS = {  # name -> how the names of its result files begin
     "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b-",

@@ -183,6 +183,33 @@ def test_tiles_are_used(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif("amx" not in selection.instruction_sets(), reason="this processor has no AMX, or grants no tiles")
+@needs_compiler
+@pytest.mark.parametrize("scale", [1.0, 1e-20], ids=["usual", "products that are not normal"])
+def test_pretended_tiles_are_the_processors(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    cases = []
+    for rows, width in product((1, 5, 16, 17, 32, 50), (32, 160, 1536)):
+        weight, x = (scale * torch.randn(count, width) for count in (96, rows))
+        cases.append((weight.bfloat16(), x.bfloat16()))
+
+    def found() -> list[torch.Tensor]:
+        native.forget()
+        library = native.library()
+        assert library is not None
+        assert library.instruction_set == "amx"
+        return [NativeLinear(weight, None, wide=True)(x) for weight, x in cases]
+
+    try:
+        real = found()
+        monkeypatch.setitem(SETS, "amx", pretended("-O1", "-include", str(HEADER)))
+        for ours, theirs in zip(real, found(), strict=True):
+            assert torch.equal(ours, theirs)
+    finally:
+        native.forget()
+
+
+@pytest.mark.thorough
 @needs_avx512
 @needs_compiler
 @pytest.mark.parametrize(
