@@ -130,10 +130,7 @@ def load(soak: Soak, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def drive(soak: Soak, clients: int, seconds: float, *, seed: int, files: int = 0) -> dict[str, int]:
-    """Let clients run, then wait until the server is idle and has ``files`` open files or fewer; returns its state.
-
-    Without ``files``, idle connections are given the time in which the server closes them.
-    """
+    """Let clients run, then wait until the server is idle and has ``files`` open files or fewer; returns its state."""
     until = time.monotonic() + seconds
     with ThreadPoolExecutor(clients) as pool:
         for each in [pool.submit(soak.client, seed + number, until) for number in range(clients)]:
@@ -141,7 +138,7 @@ def drive(soak: Soak, clients: int, seconds: float, *, seed: int, files: int = 0
     limit = time.monotonic() + PATIENCE
     while httpx.get(f"{soak.url}/slots", timeout=PATIENCE).json() and time.monotonic() < limit:
         time.sleep(0.1)
-    time.sleep(6)  # idle connections are closed after five seconds
+    time.sleep(1)  # for connections that clients closed
     while files and soak.state()["files"] > files and time.monotonic() < limit:
         time.sleep(0.1)
     return soak.state()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import json
 import random
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -264,6 +266,31 @@ def test_a_killed_server_leaves_whole_files(toys: ToyFolders, tmp_path: Path) ->
     assert cached[0] == 0
     assert cached[1] > 0
     assert cached[2] > 0
+
+
+@pytest.mark.thorough
+def test_an_idle_connection_stays_open(toys: ToyFolders) -> None:
+    """For longer than httpx, the client of openai and anthropic, keeps one: else the two would close it at one moment."""
+    options = ["--dtype", "float32", "--device", "cpu", "--port", "0"]
+    command = [sys.executable, "-m", "anabranch", "serve", "--model", toys.model, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().removeprefix("serving at http://").strip()
+            connection = http.client.HTTPConnection(address, timeout=300)
+            for idle in (httpx.Limits().keepalive_expiry + 1, 0):
+                connection.request("GET", "/health")
+                response = connection.getresponse()
+                response.read()
+                assert response.status == 200
+                kept = connection.sock
+                time.sleep(idle)
+            assert connection.sock is kept
+            assert kept is not None
+            process.terminate()  # an idle connection does not hold it up
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.thorough

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["bound", "serve"]
 
 BACKLOG = 2048
+# Seconds for which an idle connection stays open: longer than clients keep theirs (httpx 5, Go 90), so that none sends a
+# request on a connection that is being closed.
+KEEP_ALIVE = 120
 
 
 def bound(settings: Settings) -> socket.socket:
@@ -61,6 +64,7 @@ def serve(model: Model, settings: Settings, listening: socket.socket, ready: Cal
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=settings.drain_seconds,
         lifespan="on",
     )
