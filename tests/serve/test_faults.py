@@ -270,7 +270,7 @@ def test_a_killed_server_leaves_whole_files(toys: ToyFolders, tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_an_idle_connection_stays_open(toys: ToyFolders) -> None:
-    """For longer than httpx, the client of openai and anthropic, keeps one: else the two would close it at one moment."""
+    """Longer than httpx keeps one, which openai and anthropic use: else both would close it at the same moment."""
     options = ["--dtype", "float32", "--device", "cpu", "--port", "0"]
     command = [sys.executable, "-m", "anabranch", "serve", "--model", toys.model, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

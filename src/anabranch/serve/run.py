@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["bound", "serve"]
 
 BACKLOG = 2048
-# Seconds for which an idle connection stays open: longer than clients keep theirs (httpx 5, Go 90), so that none sends a
-# request on a connection that is being closed.
+# Seconds for which an idle connection stays open: longer than clients keep theirs (httpx 5, Go 90), so that none sends
+# a request on a connection that is being closed.
 KEEP_ALIVE = 120
 
 
