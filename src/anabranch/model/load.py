@@ -119,8 +119,8 @@ def load_target(
     quantize  auto, none, int8 or int4 (``model.quantize``): the quantised model is then the target. With auto, a
               quantised GGUF file, or a folder of quantised safetensors whose values its formats have
               (``model.quantized_files``), is packed for the native kernels as it is stored, and passes no gradients; it
-              is dequantised where a dtype is given, on a GPU, with a ``lora``, and where the kernels cannot run it, which
-              a ModelWarning explains
+              is dequantised where a dtype is given, on a GPU, with a ``lora``, and where the kernels cannot run it,
+              which a ModelWarning explains
     lora      a folder in PEFT's format that is merged into the weights first
     keep      keep packed weights in the user's cache directory, and use those of an earlier load
     progress  called while weights are packed
