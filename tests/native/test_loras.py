@@ -24,7 +24,7 @@ CHOSEN = ["a", None, "b", "b", "a"]  # of the rows of a pass: neighbours with th
 
 
 def with_loras(model: Decoder) -> Decoder:
-    """Of all modules, and of some."""
+    """Add a LoRA of all modules, and one of some."""
     model.add_lora("a", drawn_lora(model.config, seed=5))
     model.add_lora(
         "b", drawn_lora(model.config, "c_attn" if "gpt" in model.config.family else "o_proj", rank=40, seed=6)

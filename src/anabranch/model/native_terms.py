@@ -31,7 +31,7 @@ class Term(NamedTuple):
 class PackedTerms:
     """Packs terms in the type of a target's rows, and keeps what the structs point to.
 
-    kind  of the target's weights, one of ``KINDS``; beside quantised weights of any kind, terms are in int8
+    kind  of the target's weights, one of ``KINDS``; if these are quantised, the terms are packed in int8
     """
 
     def __init__(self, kind: str) -> None:

@@ -38,7 +38,7 @@ LayerTerms: TypeAlias = Mapping[str, Sequence[tuple[slice, Tensor, Tensor]]]
 
 
 class RowSides(NamedTuple):
-    """What the rows of a pass add to the target's layers: their LoRAs.
+    """The LoRAs of a pass's rows, whose terms are added in the target's layers.
 
     names_B  the name of each row's LoRA; None: it has none
     layers   what PyTorch adds in each layer

@@ -128,7 +128,7 @@ class Terms(ctypes.Structure):
 
 @mirrored
 class StreamLayer(ctypes.Structure):
-    """A layer's MLP for streams only: a low-rank term, beside the layer's or instead of it."""
+    """A low-rank term for streams only, which is added to the layer's MLP or replaces it."""
 
 
 @mirrored
