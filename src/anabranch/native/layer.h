@@ -212,16 +212,17 @@ class LayerPart {
     });
   }
 
-  // Adds block b of a product to the sums of ``count`` rows from ``first`` on: of the rows ``low`` [have], which are those from
-  // ``start`` on.
+  // Adds block b of the product of ``low``, whose ``have`` rows begin with row ``start`` of the pass, to the sums of ``count`` rows
+  // from ``first`` on.
   void add_product(const Packed& up, const T* low, int start, int have, int first, int count, int b, Sums& acc) {
     const int from = std::max(start, first), rows = std::min(start + have, first + count) - from;
     if (rows <= 0) return;
     Sums more;
     clear_sums(more, rows);
     multiply_rows(0, rows, low + row_offset<T>(from - start, up.width), up, b, more);
-    for (int i = from - first; i < from - first + rows; ++i)
-      for (int half = 0; half < 2; ++half) acc[i][half] = acc[i][half] + more[i - (from - first)][half];
+    F32x16(*sums)[2] = acc + (from - first);
+    for (int i = 0; i < rows; ++i)
+      for (int half = 0; half < 2; ++half) sums[i][half] = sums[i][half] + more[i][half];
   }
 
   // adds block b of the terms ``which`` to the sums of ``count`` rows from ``first`` on
