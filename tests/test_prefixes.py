@@ -148,10 +148,13 @@ def test_what_memory_has_no_room_for_is_read_from_disk(tmp_path: Path) -> None:
 def test_a_block_in_use_makes_no_room_for_one_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The short end of the text is in memory alone, since it was not stored, and its longer beginning on disk alone."""
     target, ids = small(), prompt(20, 1)
-    run(kept(target, tmp_path), ids[:16], 1)
+    first = kept(target, tmp_path)
+    run(first, ids[:16], 1)
+    first.close()
     scheduler = kept(target, tmp_path, memory=4 * target.token_bytes)
     monkeypatch.setattr(PrefixFiles, "store", lambda self, block, stored: False)
     assert [run(scheduler, ids, 1).reused for _ in range(3)] == [16, 19, 19]
+    scheduler.close()
 
 
 def test_files_stay_within_their_bytes_and_the_oldest_ends_go_first(tmp_path: Path) -> None:
