@@ -134,6 +134,9 @@ def test_from_completions_to_a_lora(anabranch: Anabranch, toys: ToyFolders, tmp_
     assert record["held_out"]["after"]["loss"] < record["held_out"]["before"]["loss"]
     assert [part["licence"] for part in record["data"]] == ["MIT", ""]
     assert record["base_fingerprint"] == load_target(str(toys.model)).fingerprint
+    done = anabranch("train", "lora", "--out", tmp_path / "one", *rest, *fresh, "--force")
+    assert done.code == 0, done.err
+    assert "resumes from step" in done.err
     done = anabranch("train", "lora", "--out", tmp_path / "two", *rest, "--init", tmp_path / "one", "--json")
     assert done.code == 0, done.err
     again = json.loads(done.out)

@@ -62,9 +62,11 @@ def before(
 def curve_of(log: Log, last: Mapping[str, Any] | None = None, step: int = 0) -> Curve:
     """Held-out acceptance length (the evaluation's "tree") by step; ``last`` is the final evaluation, after ``step``.
 
-    It is skipped if the log has one of that step, which uses the same examples as the earlier ones.
+    It is skipped if the log has one of that step, which uses the same examples as the earlier ones. The evaluations of
+    a LoRA without a drafter have no acceptance length, so its curve is empty.
     """
-    curve = [(int(line["step"]), float(line["evaluation"]["tree"])) for line in log if line["evaluation"]]
+    evaluated = [(int(line["step"]), line["evaluation"]) for line in log if line["evaluation"]]
+    curve = [(at, float(evaluation["tree"])) for at, evaluation in evaluated if "tree" in evaluation]
     if last and "tree" in last and not (curve and curve[-1][0] >= step):
         curve.append((step, float(last["tree"])))
     return curve
