@@ -1,4 +1,4 @@
-"""Write the results part of docs/applications.md from the newest benchmarks/application-TASK-*.json of each task.
+"""Write the results part of docs/applications.md from the newest application result of each task and model.
 
 python research/applications_page.py            # write
 python research/applications_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -17,21 +17,33 @@ from generated import ROOT, Result, between, results, write_or_check
 PAGE = "docs/applications.md"
 START, END = "<!-- results: research/applications_page.py -->", "<!-- end of results -->"
 LED = ", led"  # behind a 4-bit copy, which drafts hardly faster; the file has these rows
+DEFAULT = "default"
 TITLES = {"sql": "Text to SQL", "e2e": "Restaurant descriptions", "dialogsum": "Summaries of dialogues"}
 
 
 def newest() -> dict[str, Result]:
-    """The newest result of each task."""
+    """The newest result of each task and model, by title."""
     by_date = sorted(results("application-*.json").values(), key=lambda each: str(each["environment"]["date"]))
-    latest = {result["task"]["name"]: result for result in by_date}
-    return {name: latest[name] for name in (*TITLES, *latest) if name in latest}
+    latest = {title_of(result): result for result in by_date}
+    order = list(TITLES.values())
+    return dict(sorted(latest.items(), key=lambda item: (*(item[0] != title for title in order), item[0])))
 
 
-def section(name: str, result: Result) -> list[str]:
-    """The section of one task."""
+def title_of(result: Result) -> str:
+    """The title of a result's section: the task, and the model if it is not the default one."""
+    name, model = result["task"]["name"], model_of(result)
+    return TITLES.get(name, name) + ("" if model == DEFAULT else f", {model}")
+
+
+def model_of(result: Result) -> str:
+    return str(result.get("model", DEFAULT)).removesuffix(".gguf")
+
+
+def section(title: str, result: Result) -> list[str]:
+    """The section of one task and model."""
     task = result["task"]
     return [
-        f"### {TITLES.get(name, name)}",
+        f"### {title}",
         "",
         f"{machine_line(result)} {result['rows']} of {task['of']:,} rows of the split {task['split']}, greedy, at most "
         f"{result['max_new_tokens']} new tokens.",
@@ -39,7 +51,24 @@ def section(name: str, result: Result) -> list[str]:
         f"`{result['command']}`",
         "",
         *decoded(result),
+        *(scored(result) if "scored" in result else []),
     ]
+
+
+def scored(result: Result) -> list[str]:
+    """Quality of every target on more rows."""
+    of = result["scored"]
+    titles = ["target"]
+    for title in result["columns"].values():
+        titles += [f"{title}, %", "difference from `lora`"]
+    lines = []
+    for one in of["targets"]:
+        cells = [f"`{one['target']}`"]
+        for key in result["columns"]:
+            cells += [percent(one["quality"][key]), signed_percent(one["difference"][key])]
+        lines.append(cells)
+    text = f"Quality of plain decoding on {of['rows']:,} rows, decoded {of['decoded_at_a_time']} at a time:"
+    return ["", text, "", *table(titles, lines)]
 
 
 def decoded(result: Result) -> list[str]:
@@ -73,7 +102,7 @@ def decoded(result: Result) -> list[str]:
 
 
 def trained(latest: Mapping[str, Result]) -> list[str]:
-    """The table of training costs, of all tasks."""
+    """The table of training costs, of all tasks of a model."""
     forms: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, result in latest.items():
         for one in result["forms"]:
@@ -87,7 +116,7 @@ def trained(latest: Mapping[str, Result]) -> list[str]:
             for n in latest
         ]
         lines.append([f"`{form}`", *sizes, *costs])
-    titles = [f"{TITLES.get(name, name)}: rows, steps, minutes" for name in latest]
+    titles = [f"{title}: rows, steps, minutes" for title in latest]
     return table(("form", "extra parameters", "MB", "MB of LoRA", *titles), lines)
 
 
@@ -95,7 +124,12 @@ def outputs() -> dict[str, str]:
     """The page, with its results part as the newest results say."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     latest = newest()
-    lines = ["### Training", "", *trained(latest)]
+    models: dict[str, dict[str, Result]] = {}
+    for title, result in latest.items():
+        models.setdefault(model_of(result), {})[title] = result
+    lines = ["### Training"]
+    for model, own in models.items():
+        lines += ["", f"Forms of {'the default model' if model == DEFAULT else model}:", "", *trained(own)]
     lines += [line for name, result in latest.items() for line in section(name, result)]
     return {PAGE: between(PAGE, text, (START, END), lines)}
 

@@ -5,9 +5,9 @@
 
 Every tuned model in the folder FORMS decodes the rows by ``anabranch bench task``, plainly and with its own drafter,
 and the model that plain LoRA made also with every adapter that was trained for it and with a drafter that needs no
-training. Their results stay in FORMS/bench; run again, it measures what is missing (--force: everything). Options that
-are not known here, such as --prompt-template, are passed to ``anabranch bench``. Run nothing else at the same time.
-``python research/applications_page.py`` turns the newest results into docs/applications.md.
+training. With --scored, quality is that of plain decoding on so many rows, decoded 32 at a time, and of the untuned
+model too. Results stay in FORMS/bench; run again, it measures what is missing (--force: everything). Run nothing else
+at the same time. ``python research/applications_page.py`` turns the newest results into docs/applications.md.
 """
 
 from __future__ import annotations
@@ -17,21 +17,29 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anabranch
 from anabranch.adapters.folder import CONFIG, read_record
 from anabranch.adapters.record import method_of
 from anabranch.bench.compare import read_result
+from anabranch.bench.quality import Scores
+from anabranch.bench.suites import Application
 from anabranch.bench.task_table import collect
 from anabranch.errors import AnabranchError, InputError
 from anabranch.model.peft import WEIGHTS as LORA_WEIGHTS
+from anabranch.prompts import chat_ids
 from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from anabranch.tasks import difference, spread
 from anabranch.train.lora import RECORD
 
 PLAIN = "lora"  # the form that all others are compared with
 FREE = "prompt_lookup"
+UNTUNED = "untuned"
+ROWS = 32  # decoded at a time where speed is not measured
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,18 @@ def parse() -> argparse.Namespace:
     add("--model", default="default", help="the model that was tuned")
     add("--limit", type=int, default=100, help="test rows")
     add("--max-new-tokens", type=int, default=96)
+    add(
+        "--scored", type=int, default=0, metavar="N", help="score N test rows a target, many at a time (0: those above)"
+    )
+    add("--prompt-template", help="as for 'anabranch bench task', like the next three")
+    add("--completion")
+    add("--raw", action="store_true")
+    add("--dtype", default="auto")
     add("--nodes", type=int, nargs="+", default=[16], help="nodes of a draft, the root included")
     add("--only", nargs="+", default=[], metavar="FORM", help="measure these forms only, and leave the others out")
     add("--out", type=Path, required=True, help="write the result to this JSON file")
     add("--force", action="store_true", help="measure everything again")
-    args, args.further = parser.parse_known_args()
-    return args
+    return parser.parse_args()
 
 
 def runs(model: str, forms: Path, nodes: list[int], only: list[str]) -> list[Run]:
@@ -103,14 +117,55 @@ def measure(run: Run, args: argparse.Namespace, path: Path) -> None:
         return
     command = [sys.executable, "-m", "anabranch", "bench", "task", args.task, *run.words]
     command += ["--limit", str(args.limit), "--max-new-tokens", str(args.max_new_tokens), "--examples", "0"]
-    command += args.further
-    command += [] if args.data is None else ["--data", str(args.data)]
+    command += ["--dtype", args.dtype, *(["--raw"] if args.raw else [])]
+    for name in ("data", "prompt_template", "completion"):
+        command += [] if (value := getattr(args, name)) is None else [f"--{name.replace('_', '-')}", str(value)]
     for name, spec in {"none": "none", **run.drafters}.items():
         command += ["--method", f"{name}={spec}"]
     path.parent.mkdir(exist_ok=True)
     done = subprocess.run([*command, "--out", str(path), "--force"], capture_output=True, text=True, check=False)
     if done.returncode:
         raise InputError(f"'anabranch bench' failed for {run.label}: {done.stderr.strip().splitlines()[-1]}")
+
+
+def quality(planned: list[Run], args: argparse.Namespace) -> dict[str, Any]:
+    """Scores of every target's plain decoding on ``args.scored`` test rows, with differences from plain LoRA's."""
+    application = Application.read(
+        args.task, data=args.data, limit=args.scored, template=args.prompt_template, completion=args.completion
+    )
+    scores = Scores(application)
+    by_row: dict[str, list[dict[str, float | None]]] = {}
+    for label, words in {UNTUNED: ("--model", args.model), **{run.label: run.words for run in planned}}.items():
+        path = args.forms / "bench" / f"{label}-answers.json"
+        texts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and not args.force else []
+        if len(texts) != len(application.rows):
+            texts = answers(words, application, args)
+            write_atomically(path, json.dumps(texts, indent=1) + "\n")
+        by_row[label] = [scores(index, text) for index, text in enumerate(texts)]
+        print(f"{time.strftime('%H:%M:%S')} {label}: {len(texts):,} rows scored", flush=True)
+    columns = {label: {key: [row[key] for row in rows] for key in scores.keys} for label, rows in by_row.items()}
+    return {
+        "rows": len(application.rows),
+        "decoded_at_a_time": ROWS,
+        "targets": [
+            {
+                "target": label,
+                "quality": {key: spread(mine) for key, mine in own.items()},
+                "difference": {key: difference(mine, columns[PLAIN][key]) for key, mine in own.items()},
+            }
+            for label, own in columns.items()
+        ],
+    }
+
+
+def answers(words: Sequence[str], application: Application, args: argparse.Namespace) -> list[str]:
+    """The texts of plain decoding, by the model that the options ``words`` of ``anabranch bench`` load."""
+    given = dict(zip(words[::2], words[1::2], strict=True))  # of several adapters the last: none changes plain decoding
+    lora, adapter = given.get("--lora"), given.get("--adapter")
+    with anabranch.load(given["--model"], lora=lora, adapter=adapter, dtype=args.dtype, drafter="none") as model:
+        prompts = [chat_ids(model.tokenizer, row.chat, raw=args.raw) for row in application.rows]
+        done = model.generate(prompts, max_new_tokens=args.max_new_tokens, rows=ROWS)
+    return [each.text for each in done]
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -150,6 +205,7 @@ def main() -> None:
             measure(run, args, files[run.label])
             print(f"{time.strftime('%H:%M:%S')} {run.label}: {number} of {len(planned)}", flush=True)
         results = {label: read_result(path) for label, path in files.items()}
+        scored = quality(planned, args) if args.scored else None
     except AnabranchError as error:
         raise SystemExit(f"error: {error}") from None
     found = collect(list(results.items()))
@@ -162,11 +218,14 @@ def main() -> None:
     result = {
         "kind": "application",
         "command": shown_command("python", "research/compare_application.py", *sys.argv[1:], hidden=("--data",)),
+        "model": results[PLAIN]["run"]["model"],
         "max_new_tokens": args.max_new_tokens,
         "environment": results[PLAIN]["environment"],
         "forms": [facts(args.forms / name) for name in names],
         **found,
     }
+    if scored is not None:
+        result["scored"] = scored
     write_atomically(args.out, json.dumps(result, indent=1) + "\n")
     print(f"wrote {args.out}")
 

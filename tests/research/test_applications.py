@@ -32,7 +32,7 @@ def test_tuned_models_are_compared_on_the_same_rows(
     assert done.code == 0, done.err
     words = ["compare_application.py", "--task", tmp_path / "own.jsonl", "--forms", forms, "--limit", 3, *task]
     words += ["--model", toys.model]
-    words += ["--max-new-tokens", 5, "--nodes", 4, "--dtype", "float32", "--out", out]
+    words += ["--max-new-tokens", 5, "--nodes", 4, "--scored", 5, "--dtype", "float32", "--out", out]
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     compare_application.main()
     result = json.loads(out.read_text())
@@ -40,12 +40,16 @@ def test_tuned_models_are_compared_on_the_same_rows(
     named = [(one["result"], one["name"]) for one in result["contenders"]]
     assert named == [("lora", "none"), ("lora", "prompt_lookup"), ("paper", "none"), ("paper", "paper 4")]
     assert all(one["equal_texts"] == 3 for one in result["contenders"])
+    scored = {one["target"]: one["quality"]["exact_match"] for one in result["scored"]["targets"]}
+    assert [*scored] == ["untuned", "lora", "paper"]
+    assert all(one["rows"] == 5 for one in scored.values())
     assert [one["form"] for one in result["forms"]] == ["lora", "paper"]
     width = json.loads((forms / "paper" / "model" / "config.json").read_text())["hidden_size"]
     assert result["forms"][1]["extra_parameters"] == (4 + 16) * width
     assert result["forms"][0]["steps"] == result["forms"][1]["steps"]
     text = "\n".join(applications_page.section("own", result))
     assert "### own\n" in text
+    assert "on 5 rows" in text
     assert "| `paper` | `paper 4` |" in text
     with pytest.raises(SystemExit, match="exists already"):
         compare_application.main()

@@ -13,7 +13,7 @@ from anabranch.methods.spec import module_of
 from anabranch.support.table import Table, decimal, percent, quartiles_cell
 from anabranch.tasks import METRICS, spread
 
-__all__ = ["COSTS", "add_quality", "columns_of", "cost_cells", "extra_parameters", "quality_table"]
+__all__ = ["COSTS", "Scores", "add_quality", "columns_of", "cost_cells", "extra_parameters", "quality_table"]
 
 COSTS = ("speedup\n(quartiles)", "ms per\nsample", "mean acceptance\nlength", *CALL_TITLES, "extra\nparameters")
 Decode = Callable[[Sequence[int]], str]
@@ -39,7 +39,7 @@ def add_quality(
 
     decode  turns token ids into text
     """
-    scores = _Scores(application)
+    scores = Scores(application)
     measured = [one for one in gathered if one.error is None]
     texts = {one.name: [decode(answers[0].token_ids) for answers in one.answers] for one in measured}
     for record in records:
@@ -54,7 +54,7 @@ def add_quality(
             record["equal_texts"] = sum(a == b for a, b in zip(mine, reference, strict=True))
 
 
-class _Scores:
+class Scores:
     """Scores every text of a row once, so that contenders with equal texts have equal scores."""
 
     def __init__(self, application: Application) -> None:
