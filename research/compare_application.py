@@ -17,7 +17,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,18 @@ import anabranch
 from anabranch.adapters.folder import CONFIG, read_record
 from anabranch.adapters.record import method_of
 from anabranch.bench.compare import read_result
-from anabranch.bench.quality import Scores
 from anabranch.bench.suites import Application
 from anabranch.bench.task_table import collect
 from anabranch.errors import AnabranchError, InputError
 from anabranch.model.peft import WEIGHTS as LORA_WEIGHTS
-from anabranch.prompts import chat_ids
 from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
 from anabranch.tasks import difference, spread
 from anabranch.train.lora import RECORD
+from task_scores import ROWS, answers, scores_of
 
 PLAIN = "lora"  # the form that all others are compared with
 FREE = "prompt_lookup"
 UNTUNED = "untuned"
-ROWS = 32  # decoded at a time where speed is not measured
 
 
 @dataclass(frozen=True)
@@ -133,17 +130,18 @@ def quality(planned: list[Run], args: argparse.Namespace) -> dict[str, Any]:
     application = Application.read(
         args.task, data=args.data, limit=args.scored, template=args.prompt_template, completion=args.completion
     )
-    scores = Scores(application)
-    by_row: dict[str, list[dict[str, float | None]]] = {}
+    scores = {}
     for label, words in {UNTUNED: ("--model", args.model), **{run.label: run.words for run in planned}}.items():
         path = args.forms / "bench" / f"{label}-answers.json"
         texts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and not args.force else []
         if len(texts) != len(application.rows):
-            texts = answers(words, application, args)
+            given = dict(zip(words[::2], words[1::2], strict=True))
+            where = {"lora": given.get("--lora"), "adapter": given.get("--adapter"), "dtype": args.dtype}
+            with anabranch.load(given["--model"], **where) as model:
+                texts = [each.text for each in answers(model, application, args.max_new_tokens, raw=args.raw)]
             write_atomically(path, json.dumps(texts, indent=1) + "\n")
-        by_row[label] = [scores(index, text) for index, text in enumerate(texts)]
+        scores[label] = scores_of(application, texts)
         print(f"{time.strftime('%H:%M:%S')} {label}: {len(texts):,} rows scored", flush=True)
-    columns = {label: {key: [row[key] for row in rows] for key in scores.keys} for label, rows in by_row.items()}
     return {
         "rows": len(application.rows),
         "decoded_at_a_time": ROWS,
@@ -151,21 +149,11 @@ def quality(planned: list[Run], args: argparse.Namespace) -> dict[str, Any]:
             {
                 "target": label,
                 "quality": {key: spread(mine) for key, mine in own.items()},
-                "difference": {key: difference(mine, columns[PLAIN][key]) for key, mine in own.items()},
+                "difference": {key: difference(mine, scores[PLAIN][key]) for key, mine in own.items()},
             }
-            for label, own in columns.items()
+            for label, own in scores.items()
         ],
     }
-
-
-def answers(words: Sequence[str], application: Application, args: argparse.Namespace) -> list[str]:
-    """The texts of plain decoding, by the model that the options ``words`` of ``anabranch bench`` load."""
-    given = dict(zip(words[::2], words[1::2], strict=True))  # of several adapters the last: none changes plain decoding
-    lora, adapter = given.get("--lora"), given.get("--adapter")
-    with anabranch.load(given["--model"], lora=lora, adapter=adapter, dtype=args.dtype, drafter="none") as model:
-        prompts = [chat_ids(model.tokenizer, row.chat, raw=args.raw) for row in application.rows]
-        done = model.generate(prompts, max_new_tokens=args.max_new_tokens, rows=ROWS)
-    return [each.text for each in done]
 
 
 def facts(folder: Path) -> dict[str, Any]:

@@ -1,116 +1,166 @@
-"""Adapters side by side, by replay: ACL figures 11 (number of stream layers) and 12a (value rotation)."""
+"""Shared-mode adapters side by side: ACL figures 11 (number of stream layers) and 12a (value rotation)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from anabranch.drafting.replay import replay_all
+import anabranch
+from anabranch.adapters.folder import read_record
+from anabranch.api import Model
+from anabranch.bench.quality import columns_of
+from anabranch.bench.suites import Application
 from anabranch.errors import InputError
-from anabranch.methods.streams.adapter import StreamAdapter
-from anabranch.methods.streams.draft import StreamDraft, StreamSettings
-from anabranch.methods.streams.objective import StreamObjective
-from studies.base import Chart, Line, Result, Setup, Study, Table, rounded
+from anabranch.model.peft import WEIGHTS
+from anabranch.support.jsonfiles import parse_object
+from anabranch.support.table import percent, signed_percent
+from anabranch.tasks import TASKS, difference, spread
+from anabranch.train.lora import RECORD
+from studies.base import Chart, Line, Result, Setup, Study, Table
+from task_scores import answers, scores_of
 
 __all__ = ["LAYERS", "ROTATION", "measure"]
 
-DRAFTS = {"chain": StreamSettings(tree="chain"), "tree of 8 nodes": StreamSettings(nodes=8)}
+DRAFTER = "streams:nodes=8"
 
 
 def measure(setup: Setup) -> dict[str, Any]:
-    """Predicted mean acceptance length and accuracy by stream of every adapter on the target's own completions."""
-    target = setup.target(pack=False, dtype="float32")
-    adapters = setup.labelled(target)
-    if not adapters:
+    """Quality and mean acceptance length on test rows of a task, by the folder of a training in shared mode, or a LoRA.
+
+    The first folder is the one that the others' quality is compared with.
+    """
+    if not setup.adapters:
         raise InputError("the study compares adapters; give each with --adapter LABEL=FOLDER (docs/reproduction.md)")
-    if other := [label for label, each in adapters.items() if not isinstance(each.module, StreamAdapter)]:
-        raise InputError(f"the adapter {other[0]!r} is not one of the method streams; leave it out")
-    examples, records = setup.answers(), []
-    for label, each in adapters.items():
-        setup.report(f"replaying with {label}")
-        module = each.module
-        assert isinstance(module, StreamAdapter)
-        drafts = {name: StreamDraft(target.decoder, module, options) for name, options in DRAFTS.items()}
-        totals, accuracy = replay_all(StreamObjective(target.decoder, module), drafts, examples, rows=4)
+    split = "test" if setup.suite in TASKS else "all"
+    application = Application.read(setup.suite, data=setup.data, split=split, limit=setup.limit)
+    records, first = [], {}
+    for label, folder in setup.adapters.items():
+        setup.report(f"decoding with {label}")
+        alone = (folder / WEIGHTS).is_file()
+        with loaded(setup, folder, alone=alone) as model:
+            found = answers(model, application, setup.new, drafter="none" if alone else DRAFTER)
+        scores = scores_of(application, [each.text for each in found])
+        first = first or scores
+        tokens, steps = (sum(getattr(each.stats, name) for each in found) for name in ("tokens", "steps"))
         records.append(
             {
                 "label": label,
-                "num_stream_layers": module.shape.num_stream_layers,
-                "position": module.shape.position,
-                "parameters": module.num_parameters(),
-                "training": each.record["training"].get("command", ""),
-                "top_1": rounded(accuracy.shares()[0]),
-                **{name: round(total.mean_acceptance_length, 4) for name, total in totals.items()},
+                **facts(folder, alone=alone),
+                "mean_acceptance_length": round(tokens / steps, 4),
+                "quality": {key: spread(mine) for key, mine in scores.items()},
+                "difference": {key: difference(mine, first[key]) for key, mine in scores.items()},
             }
         )
-    tokens = sum(len(example.answer_ids) for example in examples)
-    return {"records": records, "texts": len(examples), "tokens": tokens}
+    return {"drafter": DRAFTER, "task": application.described(), "records": records}
+
+
+def loaded(setup: Setup, folder: Path, *, alone: bool) -> Model:
+    """The tuned target of a folder: in shared mode it is inside, beside the adapter; a LoRA is merged."""
+    dtype = setup.dtype or "auto"
+    if alone:
+        return anabranch.load(setup.model, lora=folder, dtype=dtype)
+    tuned = folder / "model"
+    return anabranch.load(tuned if tuned.is_dir() else setup.model, adapter=folder, dtype=dtype)
+
+
+def facts(folder: Path, *, alone: bool) -> dict[str, Any]:
+    """Shape and training of what is in a folder; a LoRA alone has no stream layers."""
+    if alone:
+        training = parse_object((folder / RECORD).read_bytes(), str(folder / RECORD))
+        shape = {"num_stream_layers": 0, "position": "-", "rotation_step": 0.0}
+        parameters = 0
+    else:
+        record = read_record(folder)
+        training, config, parameters = record["training"], record["config"], record["parameters"]
+        shape = {key: config[key] for key in ("num_stream_layers", "position", "rotation_step")}
+    return {
+        **shape,
+        "parameters": parameters,
+        "examples": training.get("examples"),
+        "steps": training.get("steps"),
+        "training": training.get("command", ""),
+    }
+
+
+def _metric(result: Result) -> tuple[str, str]:
+    """The first column of the task: its key and its title."""
+    return next(iter(columns_of(result["task"]["metrics"]).items()))
 
 
 def _ours(result: Result) -> str:
-    return ", ".join(
-        f"{record['label']}: mean acceptance length {record['tree of 8 nodes']:.2f}" for record in result["records"]
+    key, title = _metric(result)
+    found = (
+        f"{r['label']}: {title} {percent(r['quality'][key])} %, {r['mean_acceptance_length']:.2f} tokens a pass"
+        for r in result["records"]
     )
+    return "; ".join(found)
 
 
 def _table(result: Result) -> Table:
-    rows: list[list[object]] = [
-        [
-            r["label"],
-            r["num_stream_layers"],
-            r["position"],
-            f"{r['parameters']:,}",
-            *(f"{r[name]:.2f}" for name in DRAFTS),
-            " ".join(f"{share:.2f}" for share in r["top_1"]),
-        ]
-        for r in result["records"]
-    ]
-    titles = ("adapter", "stream layers", "streams told apart by", "parameters", *DRAFTS, "top-1 by stream")
+    columns = columns_of(result["task"]["metrics"])
+    rows: list[list[object]] = []
+    for r in result["records"]:
+        quality = [show(r[kind][key]) for key in columns for kind, show in SHOWN.items()]
+        row = [r["label"], r["num_stream_layers"], r["position"], f"{r['parameters']:,}"]
+        rows.append([*row, f"{r['mean_acceptance_length']:.2f}", *quality])
+    titles = ["adapter", "stream layers", "streams told apart by", "parameters", "mean acceptance length, 8 nodes"]
+    for title in columns.values():
+        titles += [f"{title}, %", "difference from the first"]
     return titles, rows
 
 
+SHOWN = {"quality": percent, "difference": signed_percent}
+
+
 def _by_layers(result: Result) -> Chart:
-    kinds = dict.fromkeys(record["position"] for record in result["records"])
+    key, title = _metric(result)
     lines = []
-    for position in kinds:
-        found = sorted(
-            (r for r in result["records"] if r["position"] == position), key=lambda r: r["num_stream_layers"]
-        )
-        for name in DRAFTS:
-            label = name if len(kinds) == 1 else f"{position}: {name}"
-            lines.append(Line(label, [r["num_stream_layers"] for r in found], [r[name] for r in found]))
-    return Chart("Stream layers", "stream layers N_s", "predicted mean acceptance length", lines)
+    for position in dict.fromkeys(record["position"] for record in result["records"]):
+        found = [r for r in result["records"] if r["position"] == position]
+        found.sort(key=lambda r: r["num_stream_layers"])
+        label = "LoRA alone" if position == "-" else position
+        percents = [100 * r["quality"][key]["mean"] for r in found]
+        lines.append(Line(label, [r["num_stream_layers"] for r in found], percents))
+    return Chart("Stream layers", "stream layers N_s", f"{title}, %", lines)
 
 
-TRAIN = "anabranch train streams --answers answers.jsonl --recipe small"
+TRAIN = "RANK=16 FORMAT=stored research/train_application sql DIR 2400 SQL"
+COMMAND = "python research/study.py {name} --suite sql --data DIR {adapters} --out benchmarks/study-{name}-DATE.json"
 LAYERS = Study(
     name="layers",
     papers="ACL figure 11, v1 figure 6",
     title="Number of stream layers",
-    measures="Tokens a pass and top-1 accuracy by stream, predicted by replaying the target's own completions, of "
-    f"adapters that differ in N_s. Train one for each N with `{TRAIN} --stream-layers N --out LAYERS-N`, on the same "
-    "completions and for as long (`anabranch train answers` writes them).",
+    measures="Quality on test rows of text-to-SQL, and tokens a pass with 8 nodes, of the paper's shared form "
+    f"(equation 3) tuned with N_s stream layers on the same rows: `{TRAIN} lora paper-2 paper paper-8 paper-16`.",
     paper="no values in the text; the task metrics of shared mode rise with the layers; 2 to 8 are recommended, 4 used",
-    differs="the paper shows the quality of shared mode; a lossless adapter leaves quality as it is, so this is "
-    "acceptance",
+    differs="a target of 135M parameters in place of OPT-1.3B; 2,400 rows, one epoch",
     ours=_ours,
     table=_table,
     chart=_by_layers,
     measure=measure,
-    suite="spec_bench",
-    limit=26,
-    command="python research/study.py layers --adapter 2=LAYERS-2 --adapter 4=LAYERS-4 --adapter 8=LAYERS-8 --data DIR "
-    "--out benchmarks/study-layers-DATE.json",
+    suite="sql",
+    limit=1000,
+    command=COMMAND.format(
+        name="layers",
+        adapters="--adapter LoRA=SQL/lora --adapter 2=SQL/paper-2 --adapter 4=SQL/paper --adapter 8=SQL/paper-8 "
+        "--adapter 16=SQL/paper-16",
+    ),
 )
 ROTATION = replace(
     LAYERS,
     name="rotation",
     papers="ACL figure 12a, v1 figure 9a",
     title="Value rotation in place of stream embeddings",
-    measures="The same of adapters whose streams are told apart by rotated values (ACL eq. 8) and by stream "
-    f"embeddings. Train one of each with `{TRAIN} --stream-layers N`, with and without `--position rotation`.",
+    measures="The same of forms whose streams are told apart by rotated values (ACL eq. 8) in place of stream "
+    f"embeddings: `{TRAIN} paper paper-rotation paper-rotation-16`.",
     paper="no values in the text; rotation stays below stream embeddings at the same number of layers; with "
     "16 layers it is above embeddings with 4",
-    command="python research/study.py rotation --adapter embeddings=LAYERS-4 --adapter rotation=ROTATION-4 --data DIR "
-    "--out benchmarks/study-rotation-DATE.json",
+    differs="text-to-SQL in place of summaries; a target of 135M parameters in place of OPT-1.3B; 2,400 rows, one "
+    "epoch",
+    command=COMMAND.format(
+        name="rotation",
+        adapters="--adapter embeddings=SQL/paper --adapter rotation=SQL/paper-rotation "
+        "--adapter rotation-16=SQL/paper-rotation-16",
+    ),
 )

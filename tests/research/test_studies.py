@@ -251,7 +251,7 @@ def run(words: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def toy_words(name: str, toys: ToyFolders, folder: Path) -> list[Any]:
     suite = folder / "suite.jsonl"
-    suite.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("the thing", "other")))
+    suite.write_text("".join(f'{{"prompt": "{text}", "completion": "the"}}\n' for text in ("the thing", "other")))
     adapter = [f"one={toys.adapter}", "--adapter", f"two={toys.adapter}"] if name in COMPARED else [toys.adapter]
     words = [name, "--model", toys.model, "--adapter", *adapter, "--suite", suite, "--limit", 2, "--new", 12]
     return [*words, "--steps", 2, "--out", folder / f"study-{name}-toy.json"]

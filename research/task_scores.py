@@ -1,0 +1,30 @@
+"""Answers to the rows of a task, decoded many at a time, and their scores: for quality, not for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from anabranch.api import Model
+from anabranch.bench.quality import Scores
+from anabranch.bench.suites import Application
+from anabranch.decoding.generation import Generation
+from anabranch.prompts import chat_ids
+
+__all__ = ["ROWS", "answers", "scores_of"]
+
+ROWS = 32  # decoded at a time
+
+
+def answers(
+    model: Model, application: Application, new: int, *, drafter: str = "none", raw: bool = False
+) -> list[Generation]:
+    """The greedy answers to the rows, of at most ``new`` tokens."""
+    prompts = [chat_ids(model.tokenizer, row.chat, raw=raw) for row in application.rows]
+    return model.generate(prompts, max_new_tokens=new, rows=ROWS, temperature=0.0, drafter=drafter)
+
+
+def scores_of(application: Application, texts: Sequence[str]) -> dict[str, list[float | None]]:
+    """The scores of a text for each row, by column of the task's metrics."""
+    scores = Scores(application)
+    rows = [scores(index, text) for index, text in enumerate(texts)]
+    return {key: [row[key] for row in rows] for key in scores.keys}
