@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.model.config import ModelConfig
-from anabranch.model.lora import PARTS, Lora, Place, SideTerms, Term, decoder_rows, places, stored_rows, widths
+from anabranch.model.lora import PARTS, Lora, Place, SideTerms, Term, decoder_rows, places, stored_rows
 
 __all__ = ["SCALE", "LayerTuning", "LowRank", "fresh_terms", "layers_of", "lora_of", "terms_of"]
 
@@ -80,16 +80,20 @@ class LayerTuning(SideTerms, nn.Module):
     def added(self, part: str, linear: nn.Module, x: Tensor, *, fixed: bool = False) -> Tensor:
         """The output of a linear layer with its modules' terms; ``fixed``: the terms get no gradients from it."""
         y: Tensor = linear(x)
-        terms = self.parts[part]
-        if not terms:
+        if not (terms := self.parts[part]):
             return y
-        _, rows = widths(self.model, part)
-        if sum(place.outputs for _, place, _ in terms) == rows:
-            return y + torch.cat([scale * self._made(key)(x, fixed=fixed) for key, _, scale in terms], dim=-1)
-        whole = y.clone()
-        for key, place, scale in terms:
-            whole[..., place.rows] += scale * self._made(key)(x, fixed=fixed)
-        return whole
+        made = [self._made(key) for key, _, _ in terms]
+        down_RI = torch.cat([each.down for each in made])
+        up_OR, first = x.new_zeros(y.shape[-1], len(down_RI)), 0
+        for each, (_, place, scale) in zip(made, terms, strict=True):
+            rank = len(each.down)
+            up_OR[place.rows, first : first + rank] = scale * each.up
+            first += rank
+        if fixed:
+            down_RI, up_OR = down_RI.detach(), up_OR.detach()
+        # one product for all modules adds to y as it goes: reading and writing y is what costs time
+        inner = F.linear(x, down_RI).flatten(0, -2)
+        return torch.addmm(y.flatten(0, -2), inner, up_OR.t()).view_as(y)
 
     def _made(self, key: str) -> LowRank:
         term = self.terms[key]
