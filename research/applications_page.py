@@ -68,7 +68,14 @@ def scored(result: Result) -> list[str]:
             cells += [percent(one["quality"][key]), signed_percent(one["difference"][key])]
         lines.append(cells)
     text = f"Quality of plain decoding on {of['rows']:,} rows, decoded {of['decoded_at_a_time']} at a time:"
-    return ["", text, "", *table(titles, lines)]
+    metric = next(iter(result["columns"].values()))
+    parts = [
+        f"By {metric}, `{one['target']}` alone has {one['right_alone']:,} rows right and `lora` alone "
+        f"{one['wrong_alone']:,}."
+        for one in of["targets"]
+        if one["target"] != "untuned" and "right_alone" in one
+    ]
+    return ["", text, "", *table(titles, lines), *(["", *parts] if parts else [])]
 
 
 def decoded(result: Result) -> list[str]:

@@ -13,10 +13,12 @@ at the same time. ``python research/applications_page.py`` turns the newest resu
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +132,7 @@ def quality(planned: list[Run], args: argparse.Namespace) -> dict[str, Any]:
     application = Application.read(
         args.task, data=args.data, limit=args.scored, template=args.prompt_template, completion=args.completion
     )
-    scores = {}
+    scores, texts_of = {}, {}
     for label, words in {UNTUNED: ("--model", args.model), **{run.label: run.words for run in planned}}.items():
         path = args.forms / "bench" / f"{label}-answers.json"
         texts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and not args.force else []
@@ -140,7 +142,7 @@ def quality(planned: list[Run], args: argparse.Namespace) -> dict[str, Any]:
             with anabranch.load(given["--model"], **where) as model:
                 texts = [each.text for each in answers(model, application, args.max_new_tokens, raw=args.raw)]
             write_atomically(path, json.dumps(texts, indent=1) + "\n")
-        scores[label] = scores_of(application, texts)
+        scores[label], texts_of[label] = scores_of(application, texts), texts
         print(f"{time.strftime('%H:%M:%S')} {label}: {len(texts):,} rows scored", flush=True)
     return {
         "rows": len(application.rows),
@@ -150,10 +152,41 @@ def quality(planned: list[Run], args: argparse.Namespace) -> dict[str, Any]:
                 "target": label,
                 "quality": {key: spread(mine) for key, mine in own.items()},
                 "difference": {key: difference(mine, scores[PLAIN][key]) for key, mine in own.items()},
+                **parted(application, label, texts_of, scores),
             }
             for label, own in scores.items()
         ],
     }
+
+
+def parted(
+    application: Application,
+    label: str,
+    texts: Mapping[str, Sequence[str]],
+    scores: Mapping[str, Mapping[str, Sequence[float | None]]],
+) -> dict[str, Any]:
+    """Where a target and plain LoRA's part, by the first metric: rows that one of them alone has right, and an example.
+
+    The example is the row that this target alone has right, of which the two texts begin alike for longest (ACL
+    figure 7).
+    """
+    if label == PLAIN:
+        return {}
+    key = next(iter(scores[PLAIN]))
+    pairs = list(zip(scores[label][key], scores[PLAIN][key], strict=True))
+    won, lost = ([n for n, pair in enumerate(pairs) if pair == wanted] for wanted in ((1, 0), (0, 1)))
+    found: dict[str, Any] = {"right_alone": len(won), "wrong_alone": len(lost)}
+    if won:
+        best = max(won, key=lambda n: _alike(texts[label][n], texts[PLAIN][n]))
+        row = application.rows[best]
+        found["example"] = {"row": row.name, "reference": row.references[0], PLAIN: texts[PLAIN][best]}
+        found["example"] |= {"prompt": row.prompt, label: texts[label][best]}
+    return found
+
+
+def _alike(one: str, other: str) -> int:
+    """The number of characters in which two texts begin alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def facts(folder: Path) -> dict[str, Any]:

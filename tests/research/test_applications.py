@@ -42,6 +42,9 @@ def test_tuned_models_are_compared_on_the_same_rows(
     assert all(one["equal_texts"] == 3 for one in result["contenders"])
     scored = {one["target"]: one["quality"]["exact_match"] for one in result["scored"]["targets"]}
     assert [*scored] == ["untuned", "lora", "paper"]
+    for one in result["scored"]["targets"]:
+        alone = one.get("right_alone", 0) - one.get("wrong_alone", 0)
+        assert alone / 5 == pytest.approx(scored[one["target"]]["mean"] - scored["lora"]["mean"])
     assert all(one["rows"] == 5 for one in scored.values())
     assert [one["form"] for one in result["forms"]] == ["lora", "paper"]
     width = json.loads((forms / "paper" / "model" / "config.json").read_text())["hidden_size"]
