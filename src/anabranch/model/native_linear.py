@@ -5,6 +5,8 @@ M rows, D inputs, N outputs.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from anabranch.native.arguments import BLOCK, IN_FILE_FORMATS, KINDS
 
 __all__ = [
     "HeadTable",
+    "Held",
     "NativeLinear",
     "RowTable",
     "Screen",
@@ -81,6 +84,38 @@ class StoredWeight(NamedTuple):
 
     packed: structs.Packed
     memory: Tensor
+
+
+class Held:
+    """What structs point to: it lives as long as this object."""
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+
+    def keep(self, each: object) -> None:
+        """Keep an object whose memory a struct has the address of."""
+        self._kept.append(each)
+
+    def pointer(self, tensor: Tensor | None) -> int | None:
+        """The address of a float32 copy; None for None."""
+        if tensor is None:
+            return None
+        kept = tensor.detach().float().contiguous()
+        self.keep(kept)
+        return int(kept.data_ptr())
+
+    def packed(self, linear: NativeLinear | None) -> structs.Packed:
+        """The weights of a linear layer; none for None."""
+        if linear is None:
+            return structs.Packed()
+        self.keep(linear)
+        return linear.packed
+
+    def addresses(self, each: Sequence[ctypes.Structure]) -> int:
+        """The address of an array of structs of one type."""
+        made = (type(each[0]) * len(each))(*each)
+        self.keep(made)
+        return ctypes.addressof(made)
 
 
 class NativeLinear(nn.Module):

@@ -21,7 +21,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.encoder import Memory
 from anabranch.model.experts import Experts
 from anabranch.model.layers import Layers, rounded
-from anabranch.model.native_linear import NativeLinear, table_of
+from anabranch.model.native_linear import Held, NativeLinear, table_of
 from anabranch.model.network import Network
 from anabranch.model.passes import Need
 from anabranch.model.relative import biases_of
@@ -93,7 +93,7 @@ class Stack:
         self.dtype = target.dtype
         self.kind = layers[0].qkv.of_rows  # of the rows between two products, one of KINDS
         self._window = config.sliding_window or 0  # 0: none
-        self._kept: list[object] = []  # memory that the structs point to
+        self._held = Held()  # memory that the structs point to
         self._ready: dict[tuple[int, ...], tuple[structs.Shape, structs.Layers]] = {}
         self._norms: dict[Norm, tuple[Tensor, Tensor | None]] = {}
         self._table = (torch.empty(0), 0, 0)  # the last result of ``_pointers``
@@ -121,7 +121,7 @@ class Stack:
         )
         if target.relative is not None and config.relative is not None:
             biases, self._shape.distance = biases_of(target.relative, config.relative)
-            self._shape.biases = self._pointer(biases)
+            self._shape.biases = self._held.pointer(biases)
 
     @staticmethod
     def of_target(target: Network, layers: Sequence[LayerWeights] | None = None) -> Stack:
@@ -132,31 +132,18 @@ class Stack:
             places=stack._places(target),
             **stack._norm("norm", target.norm),
             **stack._norm("norm_embedding", target.norm_embedding),
-            head=stack._packed(target.head),
-            bias=stack._pointer(target.head.offset),
+            head=stack._held.packed(target.head),
+            bias=stack._held.pointer(target.head.offset),
             screen=structs.Screen() if target.head.screen is None else target.head.screen.native,
         )
-        stack._kept.append(target.embedding)
+        stack._held.keep(target.embedding)
         return stack
-
-    def _pointer(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        kept = tensor.detach().float().contiguous()
-        self._kept.append(kept)
-        return int(kept.data_ptr())
-
-    def _packed(self, linear: NativeLinear | None) -> structs.Packed:
-        if linear is None:
-            return structs.Packed()
-        self._kept.append(linear)
-        return linear.packed
 
     def _norm(self, name: str, norm: nn.Module | None) -> dict[str, int | None]:
         """The fields of a norm, none if there is none."""
         if not isinstance(norm, Norm):
             return {}
-        return {name: self._pointer(norm_weight(norm)), f"{name}_bias": self._pointer(norm_bias(norm))}
+        return {name: self._held.pointer(norm_weight(norm)), f"{name}_bias": self._held.pointer(norm_bias(norm))}
 
     def _places(self, target: Network) -> structs.Table:
         """The embeddings of positions in the weights' type; empty if there are none."""
@@ -164,7 +151,7 @@ class Stack:
             return structs.Table()  # before all positions are listed: of a context without bound they take 8 GB
         places = target.places(torch.arange(self.config.max_positions), self.dtype)
         assert places is not None
-        self._kept.append(places)
+        self._held.keep(places)
         return structs.Table(rows=places.data_ptr(), packed=0, words=len(places))
 
     def _struct(self, layer: LayerWeights, index: int) -> structs.Layer:
@@ -186,29 +173,29 @@ class Stack:
             assert name in ("norm_in", "norm_mlp") or fields.pop(f"{name}_bias", None) is None
         cross = structs.Cross(
             **self._norm("norm", block.norm_cross),
-            q_bias=self._pointer(None if layer.cross_q is None else layer.cross_q.offset),
-            out_bias=self._pointer(None if layer.cross_out is None else layer.cross_out.offset),
-            q=self._packed(layer.cross_q),
-            out=self._packed(layer.cross_out),
+            q_bias=self._held.pointer(None if layer.cross_q is None else layer.cross_q.offset),
+            out_bias=self._held.pointer(None if layer.cross_out is None else layer.cross_out.offset),
+            q=self._held.packed(layer.cross_q),
+            out=self._held.packed(layer.cross_out),
         )
         return structs.Layer(
             **fields,
             cross=cross,
             source=index,
-            qkv_bias=self._pointer(layer.qkv.offset),
-            out_bias=self._pointer(layer.out.offset),
-            up_bias=self._pointer(None if layer.up is None else layer.up.offset),
-            down_bias=self._pointer(None if layer.down is None else layer.down.offset),
+            qkv_bias=self._held.pointer(layer.qkv.offset),
+            out_bias=self._held.pointer(layer.out.offset),
+            up_bias=self._held.pointer(None if layer.up is None else layer.up.offset),
+            down_bias=self._held.pointer(None if layer.down is None else layer.down.offset),
             rope_queries=0 if turn is None else turn.queries,
             rope_keys=0 if turn is None else turn.keys,
             rope_width=0 if turn is None else turn.width,
             slides=block.slides,
-            qkv=self._packed(layer.qkv),
-            out=self._packed(layer.out),
-            up=self._packed(layer.up),
-            down=self._packed(layer.down),
-            low=self._packed(layer.low),
-            high=self._packed(layer.high),
+            qkv=self._held.packed(layer.qkv),
+            out=self._held.packed(layer.out),
+            up=self._held.packed(layer.up),
+            down=self._held.packed(layer.down),
+            low=self._held.packed(layer.low),
+            high=self._held.packed(layer.high),
         )
 
     def ready(
