@@ -4,6 +4,12 @@ Passages of a plain-text file, cut to each context length, are followed by a req
 through all drafters in turn, at the same number of new tokens.
 
     python research/long_context.py --text BOOK.txt --lengths 512 2048 8000 --out benchmarks/NAME.json
+
+``--prompts`` measures nothing and writes the prompts of another text instead, to train an adapter on:
+
+    python research/long_context.py --text BOOKS.jsonl.gz --lengths 2048 --passages 300 --prompts prompts.jsonl
+    anabranch train answers --prompts prompts.jsonl --max-new-tokens 128 --out answers.jsonl
+    anabranch train streams --answers answers.jsonl --init default --max-tokens 2304 --out ADAPTER
 """
 
 from __future__ import annotations
@@ -38,17 +44,27 @@ def read(path: Path) -> str:
 
 
 def passages(target: Target, text: str, length: int, count: int) -> list[list[int]]:
-    """``count`` prompts of about ``length`` tokens and no more, from places spread over the text."""
+    """``count`` passages, from places spread over the text, whose prompts have about ``length`` tokens and no more."""
     ids = target.tokenizer.encode(text, add_special_tokens=False)
     room = length - len(_asked(target, "")) - SLACK
     if len(ids) < room:
         raise SystemExit(f"the text has {len(ids)} tokens, too few for a context of {length}; give a longer one")
     places = [(len(ids) - room) * i // max(1, count - 1) for i in range(count)]
-    return [_asked(target, target.tokenizer.decode(ids[place : place + room])) for place in places]
+    return [target.tokenizer.decode(ids[place : place + room]) for place in places]
 
 
 def _asked(target: Target, passage: str) -> list[int]:
     return chat_ids(target.tokenizer, ASK + passage)
+
+
+def write_prompts(target: Target, args: argparse.Namespace) -> None:
+    """The prompts of all lengths, as 'anabranch train answers' reads them."""
+    lines = [
+        {"id": f"{length}-{number}", "source": args.text.name, "prompt": ASK + passage}
+        for length in args.lengths
+        for number, passage in enumerate(passages(target, read(args.text), length, args.passages))
+    ]
+    write_atomically(args.prompts, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def decode(engine: Engine, prompt: list[int], new: int) -> dict[str, Any]:
@@ -74,12 +90,19 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize", default="none")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--adapter", type=Path, help="in place of the one that ships")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path)
+    where.add_argument("--prompts", type=Path, help="write the prompts to this JSONL file, and measure nothing")
     args = parser.parse_args()
     if not args.text.is_file():
         parser.error(f"there is no file {args.text}; give a plain text or a .jsonl.gz with a field text")
-    loaded = load(LoadConfig(args.model, dtype=args.dtype, quantize=args.quantize))
+    adapters = () if args.adapter is None else (args.adapter,)
+    loaded = load(LoadConfig(args.model, adapters, dtype=args.dtype, quantize=args.quantize))
     target = loaded.target
+    if args.prompts is not None:
+        write_prompts(target, args)
+        return
     longest = target.config.max_positions - args.new
     if over := [length for length in args.lengths if length > longest]:
         raise SystemExit(
@@ -94,7 +117,8 @@ def main() -> None:
     rows = []
     for length in args.lengths:
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-        for index, prompt in enumerate(passages(target, text, length, args.passages)):
+        for index, passage in enumerate(passages(target, text, length, args.passages)):
+            prompt = _asked(target, passage)
             names = list(engines)
             turn = index % len(names)
             for name in names[turn:] + names[:turn]:
