@@ -125,7 +125,7 @@ def _by_layers(result: Result) -> Chart:
     return Chart("Stream layers", "stream layers N_s", f"{title}, %", lines)
 
 
-TRAIN = "RANK=16 FORMAT=stored research/train_application sql DIR 2400 SQL"
+TRAIN = "RANK=32 FORMAT=stored research/train_application sql DIR 1200 SQL"
 COMMAND = "python research/study.py {name} --suite sql --data DIR {adapters} --out benchmarks/study-{name}-DATE.json"
 LAYERS = Study(
     name="layers",
@@ -134,13 +134,14 @@ LAYERS = Study(
     measures="Quality on test rows of text-to-SQL, and tokens a pass with 8 nodes, of the paper's shared form "
     f"(equation 3) tuned with N_s stream layers on the same rows: `{TRAIN} lora paper-2 paper paper-8 paper-16`.",
     paper="no values in the text; the task metrics of shared mode rise with the layers; 2 to 8 are recommended, 4 used",
-    differs="a target of 135M parameters in place of OPT-1.3B; 2,400 rows, one epoch",
+    differs="a target of 135M parameters in place of OPT-1.3B; 1,200 rows, one epoch",
     ours=_ours,
     table=_table,
     chart=_by_layers,
     measure=measure,
     suite="sql",
     limit=1000,
+    whole=True,
     command=COMMAND.format(
         name="layers",
         adapters="--adapter LoRA=SQL/lora --adapter 2=SQL/paper-2 --adapter 4=SQL/paper --adapter 8=SQL/paper-8 "
@@ -156,7 +157,7 @@ ROTATION = replace(
     f"embeddings: `{TRAIN} paper paper-rotation paper-rotation-16`.",
     paper="no values in the text; rotation stays below stream embeddings at the same number of layers; with "
     "16 layers it is above embeddings with 4",
-    differs="text-to-SQL in place of summaries; a target of 135M parameters in place of OPT-1.3B; 2,400 rows, one "
+    differs="text-to-SQL in place of summaries; a target of 135M parameters in place of OPT-1.3B; 1,200 rows, one "
     "epoch",
     command=COMMAND.format(
         name="rotation",
