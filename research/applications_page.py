@@ -75,7 +75,7 @@ def scored(result: Result) -> list[str]:
         for one in of["targets"]
         if one["target"] != "untuned" and "right_alone" in one
     ]
-    return ["", text, "", *table(titles, lines), *(["", *parts] if parts else [])]
+    return [text, "", *table(titles, lines), *([*parts, ""] if parts else [])]
 
 
 def decoded(result: Result) -> list[str]:
@@ -134,9 +134,9 @@ def outputs() -> dict[str, str]:
     models: dict[str, dict[str, Result]] = {}
     for title, result in latest.items():
         models.setdefault(model_of(result), {})[title] = result
-    lines = ["### Training"]
+    lines = ["### Training", ""]
     for model, own in models.items():
-        lines += ["", f"Forms of {'the default model' if model == DEFAULT else model}:", "", *trained(own)]
+        lines += [f"Forms of {'the default model' if model == DEFAULT else model}:", "", *trained(own)]
     lines += [line for name, result in latest.items() for line in section(name, result)]
     return {PAGE: between(PAGE, text, (START, END), lines)}
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anabranch
 from anabranch.adapters.folder import read_record
-from anabranch.api import Model
 from anabranch.bench.quality import columns_of
 from anabranch.bench.suites import Application
 from anabranch.errors import InputError
-from anabranch.model.peft import WEIGHTS
-from anabranch.support.jsonfiles import parse_object
 from anabranch.support.table import percent, signed_percent
 from anabranch.tasks import TASKS, difference, spread
-from anabranch.train.lora import RECORD
 from studies.base import Chart, Line, Result, Setup, Study, Table
 from task_scores import answers, scores_of
 
@@ -26,7 +21,7 @@ DRAFTER = "streams:nodes=8"
 
 
 def measure(setup: Setup) -> dict[str, Any]:
-    """Quality and mean acceptance length on test rows of a task, by the folder of a training in shared mode, or a LoRA.
+    """Quality and mean acceptance length on test rows of a task, by the folder of a training in shared mode.
 
     The first folder is the one that the others' quality is compared with.
     """
@@ -37,50 +32,27 @@ def measure(setup: Setup) -> dict[str, Any]:
     records, first = [], {}
     for label, folder in setup.adapters.items():
         setup.report(f"decoding with {label}")
-        alone = (folder / WEIGHTS).is_file()
-        with loaded(setup, folder, alone=alone) as model:
-            found = answers(model, application, setup.new, drafter="none" if alone else DRAFTER)
+        tuned = folder / "model"  # the target of shared mode is beside its adapter
+        name = tuned if tuned.is_dir() else setup.model
+        with anabranch.load(name, adapter=folder, dtype=setup.dtype or "auto") as model:
+            found = answers(model, application, setup.new, drafter=DRAFTER)
         scores = scores_of(application, [each.text for each in found])
         first = first or scores
         tokens, steps = (sum(getattr(each.stats, name) for each in found) for name in ("tokens", "steps"))
+        record = read_record(folder)
+        training, config = record["training"], record["config"]
         records.append(
             {
                 "label": label,
-                **facts(folder, alone=alone),
+                **{key: config[key] for key in ("num_stream_layers", "position", "rotation_step")},
+                "parameters": record["parameters"],
+                **{key: training.get(key) for key in ("examples", "steps", "command")},
                 "mean_acceptance_length": round(tokens / steps, 4),
                 "quality": {key: spread(mine) for key, mine in scores.items()},
                 "difference": {key: difference(mine, first[key]) for key, mine in scores.items()},
             }
         )
     return {"drafter": DRAFTER, "task": application.described(), "records": records}
-
-
-def loaded(setup: Setup, folder: Path, *, alone: bool) -> Model:
-    """The tuned target of a folder: in shared mode it is inside, beside the adapter; a LoRA is merged."""
-    dtype = setup.dtype or "auto"
-    if alone:
-        return anabranch.load(setup.model, lora=folder, dtype=dtype)
-    tuned = folder / "model"
-    return anabranch.load(tuned if tuned.is_dir() else setup.model, adapter=folder, dtype=dtype)
-
-
-def facts(folder: Path, *, alone: bool) -> dict[str, Any]:
-    """Shape and training of what is in a folder; a LoRA alone has no stream layers."""
-    if alone:
-        training = parse_object((folder / RECORD).read_bytes(), str(folder / RECORD))
-        shape = {"num_stream_layers": 0, "position": "-", "rotation_step": 0.0}
-        parameters = 0
-    else:
-        record = read_record(folder)
-        training, config, parameters = record["training"], record["config"], record["parameters"]
-        shape = {key: config[key] for key in ("num_stream_layers", "position", "rotation_step")}
-    return {
-        **shape,
-        "parameters": parameters,
-        "examples": training.get("examples"),
-        "steps": training.get("steps"),
-        "training": training.get("command", ""),
-    }
 
 
 def _metric(result: Result) -> tuple[str, str]:
@@ -119,22 +91,21 @@ def _by_layers(result: Result) -> Chart:
     for position in dict.fromkeys(record["position"] for record in result["records"]):
         found = [r for r in result["records"] if r["position"] == position]
         found.sort(key=lambda r: r["num_stream_layers"])
-        label = "LoRA alone" if position == "-" else position
         percents = [100 * r["quality"][key]["mean"] for r in found]
-        lines.append(Line(label, [r["num_stream_layers"] for r in found], percents))
+        lines.append(Line(position, [r["num_stream_layers"] for r in found], percents))
     return Chart("Stream layers", "stream layers N_s", f"{title}, %", lines)
 
 
-TRAIN = "RANK=32 FORMAT=stored research/train_application sql DIR 1200 SQL"
+TRAIN = "RANK=32 FORMAT=stored WORDS=8192 research/train_application sql DIR 800 SQL"
 COMMAND = "python research/study.py {name} --suite sql --data DIR {adapters} --out benchmarks/study-{name}-DATE.json"
 LAYERS = Study(
     name="layers",
     papers="ACL figure 11, v1 figure 6",
     title="Number of stream layers",
     measures="Quality on test rows of text-to-SQL, and tokens a pass with 8 nodes, of the paper's shared form "
-    f"(equation 3) tuned with N_s stream layers on the same rows: `{TRAIN} lora paper-2 paper paper-8 paper-16`.",
+    f"(equation 3) tuned with N_s stream layers on the same rows: `{TRAIN} paper-2 paper paper-8`.",
     paper="no values in the text; the task metrics of shared mode rise with the layers; 2 to 8 are recommended, 4 used",
-    differs="a target of 135M parameters in place of OPT-1.3B; 1,200 rows, one epoch",
+    differs="a target of 135M parameters in place of OPT-1.3B; 800 rows, one epoch",
     ours=_ours,
     table=_table,
     chart=_by_layers,
@@ -144,8 +115,7 @@ LAYERS = Study(
     whole=True,
     command=COMMAND.format(
         name="layers",
-        adapters="--adapter LoRA=SQL/lora --adapter 2=SQL/paper-2 --adapter 4=SQL/paper --adapter 8=SQL/paper-8 "
-        "--adapter 16=SQL/paper-16",
+        adapters="--adapter 2=SQL/paper-2 --adapter 4=SQL/paper --adapter 8=SQL/paper-8",
     ),
 )
 ROTATION = replace(
@@ -154,14 +124,13 @@ ROTATION = replace(
     papers="ACL figure 12a, v1 figure 9a",
     title="Value rotation in place of stream embeddings",
     measures="The same of forms whose streams are told apart by rotated values (ACL eq. 8) in place of stream "
-    f"embeddings: `{TRAIN} paper paper-rotation paper-rotation-16`.",
+    f"embeddings: `{TRAIN} paper paper-rotation`.",
     paper="no values in the text; rotation stays below stream embeddings at the same number of layers; with "
     "16 layers it is above embeddings with 4",
-    differs="text-to-SQL in place of summaries; a target of 135M parameters in place of OPT-1.3B; 1,200 rows, one "
-    "epoch",
+    chart=None,
+    differs="text-to-SQL in place of summaries; a target of 135M parameters in place of OPT-1.3B; 800 rows, one epoch",
     command=COMMAND.format(
         name="rotation",
-        adapters="--adapter embeddings=SQL/paper --adapter rotation=SQL/paper-rotation "
-        "--adapter rotation-16=SQL/paper-rotation-16",
+        adapters="--adapter embeddings=SQL/paper --adapter rotation=SQL/paper-rotation",
     ),
 )
