@@ -106,14 +106,14 @@ ITEMS = (
         "arithmetic limits a pass of 13 nodes already",
     ),
     Item(
-        *(ACL, "figure 11", "number of stream layers", "inconclusive"),
-        "[here](#number-of-stream-layers): adapters of 331 k parameters and less, accuracy 0.1; the paper shows task "
-        "metrics of shared mode",
+        *(ACL, "figure 11", "number of stream layers", "reproduced"),
+        "[here](#number-of-stream-layers), with 2 and 8 layers: SQL with the same results rises by 4.3 points (1.0 to "
+        "7.6) of 500 rows, exact match by 3.2 (-0.2 to 6.6), and the length from 1.91 to 2.42",
     ),
     Item(
         *(ACL, "figure 12a", "value rotation", "inconclusive"),
-        "[here](#value-rotation-in-place-of-stream-embeddings): adapters like those of figure 11, no difference. The "
-        "angle was 0.001; the largest that the paper allows is 0.0002 for this target, below the precision of bf16",
+        "[here](#value-rotation-in-place-of-stream-embeddings): earlier lossless adapters showed no difference at an "
+        "angle of 0.001; the largest that the paper allows is 0.0002 for this target, below the precision of bf16",
     ),
     Item(
         *(ACL, "figure 12b", "top-k sampling", "differs"),
