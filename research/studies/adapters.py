@@ -124,13 +124,13 @@ ROTATION = replace(
     papers="ACL figure 12a, v1 figure 9a",
     title="Value rotation in place of stream embeddings",
     measures="The same of forms whose streams are told apart by rotated values (ACL eq. 8) in place of stream "
-    f"embeddings: `{TRAIN} paper paper-rotation`.",
+    f"embeddings: `{TRAIN} paper-2 paper-rotation-2`.",
     paper="no values in the text; rotation stays below stream embeddings at the same number of layers; with "
     "16 layers it is above embeddings with 4",
     chart=None,
     differs="text-to-SQL in place of summaries; a target of 135M parameters in place of OPT-1.3B; 800 rows, one epoch",
     command=COMMAND.format(
         name="rotation",
-        adapters="--adapter embeddings=SQL/paper --adapter rotation=SQL/paper-rotation",
+        adapters="--adapter embeddings=SQL/paper-2 --adapter rotation=SQL/paper-rotation-2",
     ),
 )
