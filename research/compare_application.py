@@ -32,9 +32,8 @@ from anabranch.bench.task_table import collect
 from anabranch.errors import AnabranchError, InputError
 from anabranch.model.peft import WEIGHTS as LORA_WEIGHTS
 from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
-from anabranch.tasks import difference, spread
 from anabranch.train.lora import RECORD
-from task_scores import ROWS, answers, scores_of
+from task_scores import ROWS, Columns, answers, compared, scores_of
 
 PLAIN = "lora"  # the form that all others are compared with
 FREE = "prompt_lookup"
@@ -150,8 +149,7 @@ def quality(planned: list[Run], args: argparse.Namespace) -> dict[str, Any]:
         "targets": [
             {
                 "target": label,
-                "quality": {key: spread(mine) for key, mine in own.items()},
-                "difference": {key: difference(mine, scores[PLAIN][key]) for key, mine in own.items()},
+                **compared(own, scores[PLAIN]),
                 **parted(application, label, texts_of, scores),
             }
             for label, own in scores.items()
@@ -163,7 +161,7 @@ def parted(
     application: Application,
     label: str,
     texts: Mapping[str, Sequence[str]],
-    scores: Mapping[str, Mapping[str, Sequence[float | None]]],
+    scores: Mapping[str, Columns],
 ) -> dict[str, Any]:
     """Where a target and plain LoRA's part, by the first metric: rows that one of them alone has right, and an example.
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from anabranch.api import Model
 from anabranch.bench.quality import Scores
 from anabranch.bench.suites import Application
 from anabranch.decoding.generation import Generation
 from anabranch.prompts import chat_ids
+from anabranch.tasks import difference, spread
 
-__all__ = ["ROWS", "answers", "scores_of"]
+__all__ = ["ROWS", "Columns", "answers", "compared", "scores_of"]
+
+Columns = Mapping[str, Sequence[float | None]]  # a score for each row, by column of the task's metrics
 
 ROWS = 32  # decoded at a time
 
@@ -28,3 +32,11 @@ def scores_of(application: Application, texts: Sequence[str]) -> dict[str, list[
     scores = Scores(application)
     rows = [scores(index, text) for index, text in enumerate(texts)]
     return {key: [row[key] for row in rows] for key in scores.keys}
+
+
+def compared(scores: Columns, others: Columns) -> dict[str, Any]:
+    """The quality of answers and its difference from others', by column, with 95 % intervals."""
+    return {
+        "quality": {key: spread(mine) for key, mine in scores.items()},
+        "difference": {key: difference(mine, others[key]) for key, mine in scores.items()},
+    }

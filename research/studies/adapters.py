@@ -11,9 +11,9 @@ from anabranch.bench.quality import columns_of
 from anabranch.bench.suites import Application
 from anabranch.errors import InputError
 from anabranch.support.table import percent, signed_percent
-from anabranch.tasks import TASKS, difference, spread
+from anabranch.tasks import TASKS
 from studies.base import Chart, Line, Result, Setup, Study, Table
-from task_scores import answers, scores_of
+from task_scores import answers, compared, scores_of
 
 __all__ = ["LAYERS", "ROTATION", "measure"]
 
@@ -32,7 +32,7 @@ def measure(setup: Setup) -> dict[str, Any]:
     records, first = [], {}
     for label, folder in setup.adapters.items():
         setup.report(f"decoding with {label}")
-        tuned = folder / "model"  # the target of shared mode is beside its adapter
+        tuned = folder / "model"  # shared mode writes its target there
         name = tuned if tuned.is_dir() else setup.model
         with anabranch.load(name, adapter=folder, dtype=setup.dtype or "auto") as model:
             found = answers(model, application, setup.new, drafter=DRAFTER)
@@ -48,8 +48,7 @@ def measure(setup: Setup) -> dict[str, Any]:
                 "parameters": record["parameters"],
                 **{key: training.get(key) for key in ("examples", "steps", "command")},
                 "mean_acceptance_length": round(tokens / steps, 4),
-                "quality": {key: spread(mine) for key, mine in scores.items()},
-                "difference": {key: difference(mine, first[key]) for key, mine in scores.items()},
+                **compared(scores, first),
             }
         )
     return {"drafter": DRAFTER, "task": application.described(), "records": records}
@@ -123,8 +122,8 @@ ROTATION = replace(
     name="rotation",
     papers="ACL figure 12a, v1 figure 9a",
     title="Value rotation in place of stream embeddings",
-    measures="The same of forms whose streams are told apart by rotated values (ACL eq. 8) in place of stream "
-    f"embeddings: `{TRAIN} paper-2 paper-rotation-2`.",
+    measures="The same two measures, for streams told apart by stream embeddings and by rotated values (ACL eq. 8): "
+    f"`{TRAIN} paper-2 paper-rotation-2`.",
     paper="no values in the text; rotation stays below stream embeddings at the same number of layers; with "
     "16 layers it is above embeddings with 4",
     chart=None,

@@ -32,11 +32,10 @@ class LowRank(nn.Module):
         if not self.down.is_meta:
             nn.init.normal_(self.down, std=1.0 / math.sqrt(width_in))
 
-    def forward(self, x: Tensor, *, fixed: bool = False) -> Tensor:
-        """[..., width_in] -> [..., width_out]; ``fixed``: with gradients for ``x`` only."""
-        down, up = (self.down.detach(), self.up.detach()) if fixed else (self.down, self.up)
-        y = F.linear(x, down)
-        return F.linear(F.silu(y) if self.activation else y, up)
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width_in] -> [..., width_out]."""
+        y = F.linear(x, self.down)
+        return F.linear(F.silu(y) if self.activation else y, self.up)
 
 
 SCALE = 2.0  # alpha / rank
