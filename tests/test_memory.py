@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import re
 import subprocess
 import sys
 import weakref
@@ -27,7 +29,7 @@ from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.native.library import library
 from anabranch.support import memory
-from anabranch.support.memory import free_memory, untouched_is_free, zeroed
+from anabranch.support.memory import choose_pages, free_memory, untouched_is_free, zeroed
 from small import decode, prompt, request, small, small_adapter
 
 PLAIN = NoDrafter()
@@ -120,6 +122,31 @@ def test_pages_are_zero_and_aligned() -> None:
         assert pages.shape == (size,)
         assert not pages.any()
         assert size < memory.PAGE or pages.data_ptr() % memory.PAGE == 0
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the memory at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_NOHUGEPAGE"), reason="the system has pages of one size")
+def test_parts_of_memory_in_small_pages() -> None:
+    whole = zeroed(6 * memory.PAGE)
+    if "hg" not in flags_of(whole.data_ptr()):
+        pytest.skip("the kernel has no large pages, or does not tell")
+    parts = whole.view(3, -1)
+    choose_pages(parts[1], large=False)
+    assert ["nh" in flags_of(part.data_ptr()) for part in parts] == [False, True, False]
+    choose_pages(parts[1], large=True)
+    assert all("hg" in flags_of(part.data_ptr()) for part in parts)
+    choose_pages(whole[10:20], large=False)  # less than a page
+    assert all("hg" in flags_of(part.data_ptr()) for part in parts)
 
 
 def test_room_grows_by_a_quarter() -> None:

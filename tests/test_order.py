@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from anabranch.decoding import ticks
-from anabranch.decoding.batch import CHUNK
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler, Ticket
 from anabranch.decoding.ticket import OLDEST, Order
@@ -143,36 +142,65 @@ def test_a_request_that_is_cancelled_during_a_read_has_no_step(short_chunks: int
     assert len(first.emitted) == before
 
 
-def test_chunks_are_as_long_as_a_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    """A scheduler that times its passes; what it learns from them is not kept."""
     target = small()
     monkeypatch.setattr(type(target.backend), "ragged", True)
-    scheduler = Scheduler(target)
-    assert scheduler._budget() == ticks.SHARED_CHUNK, "nothing was timed yet"
-    scheduler._pace = ticks.READ_SECONDS / 100
-    assert scheduler._budget() == 100
-    scheduler.submit(request(4, 1, 20), PLAIN)
-    scheduler.tick()
-    scheduler._pace = ticks.SHARED_SECONDS / 40
-    assert scheduler._budget() == 40, "while others decode"
-    scheduler._pace = 1e-9
-    assert scheduler._budget() == CHUNK
-    scheduler._pace = 1e9
-    assert scheduler._budget() == ticks.LEAST
+    scheduler = Scheduler(target, prefix_bytes=0)
+    scheduler._paces = Unchanging()
+    return scheduler
 
 
-def test_a_prompt_that_is_read_does_not_wait_for_a_whole_tick_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = small()
-    monkeypatch.setattr(type(target.backend), "ragged", True)
-    scheduler = Scheduler(target)
-    scheduler._pace = ticks.READ_SECONDS / 60  # and 30 tokens while others decode
+class Unchanging(dict[int, float]):
+    def __setitem__(self, order: int, pace: float) -> None:
+        """Keep what is there."""
+
+
+def test_chunks_are_as_long_as_a_time_allows(timed: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticks, "CHUNK", 80)
+    monkeypatch.setattr(ticks, "SHARED_CHUNK", 30)
+
+    def first_chunk() -> int:
+        asked, read = watched(90, 1)
+        ticket = timed.submit(asked, PLAIN)
+        timed.tick()
+        timed.cancel(ticket)
+        return read[0]
+
+    assert first_chunk() == 60, "nothing was timed yet"
+    timed._paces = Unchanging({0: ticks.READ_SECONDS / 70})
+    assert first_chunk() == 70
+    timed._paces = Unchanging({0: 1e-9})
+    assert first_chunk() == 80
+    timed._paces = Unchanging({0: 1e9})
+    assert first_chunk() == ticks.LEAST
+    timed.submit(request(4, 1, 20), PLAIN)
+    timed.tick()
+    timed._paces = Unchanging({0: ticks.SHARED_SECONDS / 40})
+    assert first_chunk() == 40, "while others decode"
+
+
+def test_a_prompt_that_is_read_does_not_wait_for_a_whole_tick_of_reading(timed: Scheduler) -> None:
+    timed._paces = Unchanging({0: ticks.READ_SECONDS / 60})  # and 30 tokens while others decode
     asked, read = watched(80, 1)
-    scheduler.submit(asked, PLAIN)
-    short = scheduler.submit(request(7, 2, 5), PLAIN)
-    scheduler.tick()
+    timed.submit(asked, PLAIN)
+    short = timed.submit(request(7, 2, 5), PLAIN)
+    timed.tick()
     assert short.emitted
     assert read[0] == 30 - 6
-    finish(scheduler)
-    assert exact(target, [short])
+    finish(timed)
+    assert exact(timed.target, [short])
+
+
+def test_a_token_behind_a_long_text_counts_for_more(timed: Scheduler) -> None:
+    """A chunk takes as long however much was read before it."""
+    timed._paces = Unchanging({0: ticks.READ_SECONDS / 40, 6: ticks.READ_SECONDS / 20})
+    asked, read = watched(90, 1)
+    timed.submit(asked, PLAIN)
+    timed.tick()
+    timed.tick()
+    assert read == [40, 60]
 
 
 # -- priority and fairness --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from test_kernels import BASE, CACHED, adapter_for, decoder, needs_kernels, packed, tokens
+from torch import Tensor
 
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler, Ticket
@@ -41,7 +42,7 @@ def test_no_row_is_copied_while_others_come_and_go(spec: str, form: str, monkeyp
     target = packed(BASE, form)
     asked = [request(200, 1, 9), *(request(12 + n, n, 4 + n) for n in range(2, 6))]
     alone = [run(Scheduler(target, prefix_bytes=0), target, spec, [each])[0].emitted for each in asked]
-    monkeypatch.setattr(Ticks, "_budget", lambda self: 16)
+    monkeypatch.setattr(Ticks, "_chunk", lambda self, tokens: 16)
     places: list[list[int]] = []
     swap = Cache.swap
 
@@ -58,6 +59,28 @@ def test_no_row_is_copied_while_others_come_and_go(spec: str, form: str, monkeyp
     assert any(each[0] != 0 for each in places), "the first slot has another row than the first"
     assert scheduler.engine is not None
     assert scheduler.engine.cache.rows > 1
+
+
+def test_a_text_that_is_short_for_its_row_is_in_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = packed(BASE, "bfloat16")
+    large: dict[int, bool] = {}
+    expect = Cache.expect
+
+    def watched(cache: Cache, slot: int, tokens: int) -> None:
+        def chosen(memory: Tensor, *, large: bool) -> None:
+            assert memory.is_contiguous()
+            assert memory.data_ptr() == cache.of_rows(0, slice(slot, slot + 1), 1)[len(sizes)].data_ptr()
+            sizes.append(large)
+
+        sizes: list[bool] = []
+        monkeypatch.setattr(caches, "choose_pages", chosen)
+        expect(cache, slot, tokens)
+        assert len(set(sizes)) == 1
+        large[slot] = sizes[0]
+
+    monkeypatch.setattr(Cache, "expect", watched)
+    run(Scheduler(target), target, "none", [request(200, 1, 9), request(12, 2, 4)])
+    assert large == {0: True, 1: False}
 
 
 def test_rows_are_added_where_addresses_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:

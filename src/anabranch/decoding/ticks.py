@@ -82,7 +82,7 @@ class Ticks:
         self._running: dict[int, Ticket] = {}
         self._held: Ticket | None = None  # the request that could not join yet, before which no other one does
         self._full = False  # whether it could not join in this tick
-        self._pace: float | None = None  # seconds a token of the last pass over a prompt
+        self._paces: dict[int, float] = {}  # seconds a token of passes over prompts, by binary order of the context
 
     def use(self, controller: Controller) -> None:
         """Leave adaptive drafts to another controller."""
@@ -148,34 +148,50 @@ class Ticks:
 
     # -- prompts ----------------------------------------------------------------------------------------
     def _read_prompts(self, began: float) -> None:
-        """Read prompts, chunk by chunk, until the tokens of this tick are used up.
+        """Read prompts, chunk by chunk, until the time of this tick is used up.
 
         On a GPU a step over many rows takes little longer than over few, so that rows should join at once.
         """
-        left, total, self._full = self._budget(), 0, False
-        while left > 0 and (ticket := self._next()) is not None:
-            read = self._read(ticket, left, began)
-            left, total = left - read, total + read
-            if self.target.ragged:
-                left = min(left, self._budget() - total)  # a row that is ready now waits for less
+        spent, self._full = 0.0, False
+        while (left := self._allowed() - spent) > 0 and (ticket := self._next()) is not None:
+            pace = self._pace(ticket)
+            if spent and left < LEAST * pace and self.target.ragged:
+                return  # for which a pass would take longer
+            spent += pace * self._read(ticket, self._chunk(left / pace), began)
             engine = self.engine
-            if read and engine is not None and engine.unread and not self.target.ragged:
+            if spent and engine is not None and engine.unread and not self.target.ragged:
                 return  # the others would be padded to the width of a prompt
 
-    def _budget(self) -> int:
-        """Return how many prompt tokens this tick reads.
+    def _allowed(self) -> float:
+        """Return the seconds for which this tick reads prompts; tokens where passes are not timed.
 
         Native passes are timed and may end anywhere in a prompt: their results do not depend on it. Elsewhere a prompt
         is cut at the same places each time.
         """
         decoding = self.engine is not None and self.engine.active > len(self.engine.reading)
-        if self.target.device.type != "cpu":
-            return CHUNK
+        if self.target.ragged:
+            return SHARED_SECONDS if decoding else READ_SECONDS
+        return SHARED_CHUNK if decoding and self.target.device.type == "cpu" else CHUNK
+
+    def _pace(self, ticket: Ticket) -> float:
+        """Return the seconds that a token of a request's prompt takes, which are more the longer the text is already.
+
+        They are those of the last pass at the nearest binary order of the context; 1 where passes are not timed.
+        """
         if not self.target.ragged:
-            return SHARED_CHUNK if decoding else CHUNK
-        if self._pace is None:
-            return SHARED_CHUNK
-        return max(LEAST, min(CHUNK, int((SHARED_SECONDS if decoding else READ_SECONDS) / self._pace)))
+            return 1.0
+        if not self._paces:
+            return SHARED_SECONDS / SHARED_CHUNK
+        order = self._order_of(ticket)
+        return self._paces[min(self._paces, key=lambda known: abs(known - order))]
+
+    def _chunk(self, tokens: float) -> int:
+        """Return how many tokens one pass reads where there is time for so many."""
+        return max(LEAST, min(CHUNK, int(tokens))) if self.target.ragged else int(tokens)
+
+    def _order_of(self, ticket: Ticket) -> int:
+        """Return the binary order of the tokens that a request's row has read."""
+        return max(0, len(ticket.remaining.prompt_ids) - self._left(ticket)).bit_length()
 
     def _next(self) -> Ticket | None:
         """The request whose prompt is read next, which has a row now."""
@@ -210,8 +226,8 @@ class Ticks:
         return ticket.expected
 
     def _read(self, ticket: Ticket, tokens: int, began: float) -> int:
-        """Read a chunk of a prompt; returns what it counts of the tokens of a tick."""
-        engine, row = self.engine, ticket.row
+        """Read a chunk of a prompt; returns how many tokens it counts as."""
+        engine, row, order = self.engine, ticket.row, self._order_of(ticket)
         assert engine is not None
         assert row is not None
         before, start = engine.tokens_read, time.perf_counter()
@@ -236,7 +252,7 @@ class Ticks:
         if not read:
             return count  # the pass of the next step reads them, and counts them then
         if read >= LEAST:
-            self._pace = (now - start) / read
+            self._paces[order] = (now - start) / read
         self._order.serve(ticket.key, read)
         return max(read, LEAST)
 
@@ -249,6 +265,7 @@ class Ticks:
                 self._held, self._full = ticket, True
                 return False
             assert ticket.used is not None
+            engine.cache.expect(engine.cache.count, self._tokens(ticket))
             reused = self._reuse(engine, ticket, ticket.used)
             rides = self.target.ragged or not engine.active
             ticket.row = engine.join(ticket.remaining, ticket.used, known=reused, rides=rides)

@@ -26,7 +26,7 @@ from anabranch.model.encoder import Memory
 from anabranch.model.graphs import Graphs
 from anabranch.model.recurrent import States
 from anabranch.native import library as native
-from anabranch.support.memory import free_memory, untouched_is_free, zeroed
+from anabranch.support.memory import choose_pages, free_memory, untouched_is_free, zeroed
 from anabranch.support.nearest import hint
 
 __all__ = ["KINDS", "Cache", "bytes_per_token", "check_kind", "room_for", "shared_length"]
@@ -37,6 +37,7 @@ MIN_CAPACITY = 512
 SMALL = 2**24  # bytes; smaller caches are allocated without looking at free memory
 GROUP = 32  # channels that share a scale in a quantised cache
 HEADROOM = 2**27  # bytes left free for the tensors of passes
+FULL = 4  # a row that is to fill one part of so many is in large pages, which may take so many times its memory
 RESERVED = 64  # rows of addresses that a cache of the kernels has, if memory for half of them is free
 
 
@@ -166,6 +167,17 @@ class Cache:
             self.states.clear(self.count - 1)
         return self.count - 1
 
+    def expect(self, slot: int, tokens: int) -> None:
+        """Choose the pages of a slot's memory before it is used for a text of about so many tokens.
+
+        A step reads a part of every layer and head, which is faster in large pages: a plain step of 512 or 4,000 tokens
+        takes 0.9 of the time. But a text that is short for its row touches each of them, which takes the memory and,
+        when first written to, the time of a whole row.
+        """
+        if self._stays:
+            for stored in (self._keys, self._values):
+                choose_pages(stored[:, self.places[slot]], large=FULL * tokens >= self.capacity)
+
     def remove_row(self, slot: int) -> int:
         """Free ``slot``; return the slot whose row changed places with it (the last one), or ``slot``."""
         last = self.count - 1
@@ -241,6 +253,7 @@ class Cache:
         spans = dict(enumerate(self.lengths)) | {slot: n for slot, n in (kept or {}).items() if slot < rows}
         for slot, span in spans.items():  # no more: pages that nobody wrote to take no memory
             place = self.places[slot]
+            made.expect(slot, span)
             made._keys[:, slot, :, :span] = self._keys[:, place, :, :span]
             made._values[:, slot, :, :span] = self._values[:, place, :, :span]
         if self.states is not None and made.states is not None:
