@@ -8,7 +8,7 @@ through all drafters in turn, at the same number of new tokens.
 ``--prompts`` measures nothing and writes the prompts of another text instead, to train an adapter on:
 
     python research/long_context.py --text BOOKS.jsonl.gz --lengths 2048 --passages 300 --prompts prompts.jsonl
-    anabranch train answers --prompts prompts.jsonl --max-new-tokens 128 --out answers.jsonl
+    anabranch train answers --prompts prompts.jsonl --longest-prompt 2048 --max-new-tokens 128 --out answers.jsonl
     anabranch train streams --answers answers.jsonl --init default --max-tokens 2304 --out ADAPTER
 """
 

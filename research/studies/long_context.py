@@ -19,8 +19,12 @@ def _ratios(result: Result) -> dict[str, dict[int, float]]:
 
 
 def _ours(result: Result) -> str:
-    method, ratios = list(_ratios(result).items())[-1]
-    return f"`{method}`: " + ", ".join(f"{context:,} tokens {ratio:.2f}x" for context, ratio in ratios.items())
+    """The fastest drafter at each context."""
+    best: dict[int, tuple[float, str]] = {}
+    for method, ratios in _ratios(result).items():
+        for context, ratio in ratios.items():
+            best[context] = max(best.get(context, (0.0, "")), (ratio, method))
+    return "fastest: " + ", ".join(f"{n:,} tokens {ratio:.2f}x (`{method}`)" for n, (ratio, method) in best.items())
 
 
 def _table(result: Result) -> Table:

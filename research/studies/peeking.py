@@ -186,17 +186,31 @@ def _measure(setup: Setup) -> dict[str, Any]:
     cases += [("literal", gamma) for gamma in GAMMAS[1:]]
     for mask, gamma in cases:
         setup.report(f"{mask}, gamma {gamma}")
-        torch.manual_seed(0)
-        terms = terms_of(target.config, RANK)
-        assert terms is not None
-        untrained = _evaluate(decoder, held_out, gamma, mask, terms)  # terms begin at zero
-        _train(decoder, training, gamma, mask, terms, setup.steps)
-        tuned = _evaluate(decoder, held_out, gamma, mask, terms)
-        record: dict[str, Any] = {"mask": mask, "gamma": gamma, "untrained": untrained, "tuned": tuned}
-        if mask == "leak-free":  # what is generated is not there for the rows in sight to have seen
-            record["generation"] = _generation(target, decoder, held_out, gamma, terms)
-        records.append(record)
+        with torch.autocast("cpu", enabled=decoder.dtype != torch.float32):  # terms are float32
+            records.append(_case(target, decoder, training, held_out, mask, gamma, setup.steps))
     return {"records": records, "steps": setup.steps, "batch": BATCH, "rank": RANK, "texts": len(held_out)}
+
+
+def _case(
+    target: Target,
+    decoder: Decoder,
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+    mask: Mask,
+    gamma: int,
+    steps: int,
+) -> dict[str, Any]:
+    """Tune for a mask, and measure before and after."""
+    torch.manual_seed(0)
+    terms = terms_of(target.config, RANK)
+    assert terms is not None
+    untrained = _evaluate(decoder, held_out, gamma, mask, terms)  # terms begin at zero
+    _train(decoder, training, gamma, mask, terms, steps)
+    tuned = _evaluate(decoder, held_out, gamma, mask, terms)
+    record: dict[str, Any] = {"mask": mask, "gamma": gamma, "untrained": untrained, "tuned": tuned}
+    if mask == "leak-free":  # what is generated is not there for the rows in sight to have seen
+        record["generation"] = _generation(target, decoder, held_out, gamma, terms)
+    return record
 
 
 def _of(result: Result, mask: Mask) -> list[Any]:
