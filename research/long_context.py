@@ -7,9 +7,10 @@ through all drafters in turn, at the same number of new tokens.
 
 ``--prompts`` measures nothing and writes the prompts of another text instead, to train an adapter on:
 
-    python research/long_context.py --text BOOKS.jsonl.gz --lengths 2048 --passages 300 --prompts prompts.jsonl
+    python research/long_context.py --text BOOKS.jsonl.gz --lengths 2048 --passages 120 --prompts prompts.jsonl
     anabranch train answers --prompts prompts.jsonl --longest-prompt 2048 --max-new-tokens 128 --out answers.jsonl
-    anabranch train streams --answers answers.jsonl --init default --max-tokens 2304 --out ADAPTER
+    anabranch train streams --answers answers.jsonl --init default --max-tokens 2304 --held-out 12 --epochs 1 \\
+        --out ADAPTER
 """
 
 from __future__ import annotations
