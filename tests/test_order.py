@@ -168,7 +168,7 @@ def test_chunks_are_as_long_as_a_time_allows(timed: Scheduler, monkeypatch: pyte
         timed.cancel(ticket)
         return read[0]
 
-    assert first_chunk() == 60, "nothing was timed yet"
+    assert first_chunk() == 30, "nothing was timed yet"
     timed._paces = Unchanging({0: ticks.READ_SECONDS / 70})
     assert first_chunk() == 70
     timed._paces = Unchanging({0: 1e-9})

@@ -156,7 +156,7 @@ class Ticks:
         while (left := self._allowed() - spent) > 0 and (ticket := self._next()) is not None:
             pace = self._pace(ticket)
             if spent and left < LEAST * pace and self.target.ragged:
-                return  # for which a pass would take longer
+                return  # any pass would take longer
             spent += pace * self._read(ticket, self._chunk(left / pace), began)
             engine = self.engine
             if spent and engine is not None and engine.unread and not self.target.ragged:
@@ -181,7 +181,7 @@ class Ticks:
         if not self.target.ragged:
             return 1.0
         if not self._paces:
-            return SHARED_SECONDS / SHARED_CHUNK
+            return READ_SECONDS / SHARED_CHUNK
         order = self._order_of(ticket)
         return self._paces[min(self._paces, key=lambda known: abs(known - order))]
 
