@@ -145,7 +145,7 @@ def test_parts_of_memory_in_small_pages() -> None:
     assert ["nh" in flags_of(part.data_ptr()) for part in parts] == [False, True, False]
     choose_pages(parts[1], large=True)
     assert all("hg" in flags_of(part.data_ptr()) for part in parts)
-    choose_pages(whole[10:20], large=False)  # less than a page
+    choose_pages(whole[: memory.PAGE // 2], large=False)  # less than a large page
     assert all("hg" in flags_of(part.data_ptr()) for part in parts)
 
 

@@ -149,15 +149,14 @@ def zeroed(size: int) -> Tensor:
 def choose_pages(memory: Tensor, *, large: bool) -> None:
     """Let contiguous memory on the CPU, as far as nobody has written to it, be in large or in small pages.
 
-    Nothing happens where the system does not offer the choice.
+    Nothing happens to less than a large page, nor where the system does not offer the choice.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE" if large else "MADV_NOHUGEPAGE", None)
-    if advice is None or not _glibc():
+    if advice is None or memory.nbytes < PAGE or not _glibc():
         return
     first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (memory.data_ptr() + memory.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    if size > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
 
 
 def untouched_is_free(*, root: Path = Path("/")) -> bool:
