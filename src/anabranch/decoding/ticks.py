@@ -38,7 +38,7 @@ __all__ = ["KEPT_SHARE", "Ticks", "kept_bytes"]
 
 SHARED_CHUNK = 64  # tokens of a prompt read at a time on a CPU while others decode, where passes are not timed
 LEAST = 16  # tokens that a pass counts as at least: one over fewer takes as long
-READ_SECONDS = 0.1  # that reading takes at a time while nobody decodes: a prompt that comes now waits once or twice
+READ_SECONDS = 0.08  # that reading takes at a time while nobody decodes: a prompt that comes now waits once or twice
 SHARED_SECONDS = 0.05  # the same while others decode, whose next tokens wait
 SHORTEST = 16  # tokens that a shared beginning must have to be copied
 AHEAD = 256  # tokens that a row has room for when it joins, besides those that it begins with
@@ -148,19 +148,26 @@ class Ticks:
 
     # -- prompts ----------------------------------------------------------------------------------------
     def _read_prompts(self, began: float) -> None:
-        """Read prompts, chunk by chunk, until the time of this tick is used up.
+        """Read prompts, chunk by chunk, until the time of this tick is used up, or the first row is ready.
 
         On a GPU a step over many rows takes little longer than over few, so that rows should join at once.
         """
-        spent, self._full = 0.0, False
+        spent, self._full, alone = 0.0, False, not self._decodes
         while (left := self._allowed() - spent) > 0 and (ticket := self._next()) is not None:
             pace = self._pace(ticket)
             if spent and left < LEAST * pace and self.target.ragged:
                 return  # any pass would take longer
             spent += pace * self._read(ticket, self._chunk(left / pace), began)
+            if alone and self._decodes and self.target.ragged:
+                return  # its first token waits for no other prompt
             engine = self.engine
             if spent and engine is not None and engine.unread and not self.target.ragged:
                 return  # the others would be padded to the width of a prompt
+
+    @property
+    def _decodes(self) -> bool:
+        """Return whether a row takes part in steps."""
+        return self.engine is not None and self.engine.active > len(self.engine.reading)
 
     def _allowed(self) -> float:
         """Return the seconds for which this tick reads prompts; tokens where passes are not timed.
@@ -168,10 +175,9 @@ class Ticks:
         Native passes are timed and may end anywhere in a prompt: their results do not depend on it. Elsewhere a prompt
         is cut at the same places each time.
         """
-        decoding = self.engine is not None and self.engine.active > len(self.engine.reading)
         if self.target.ragged:
-            return SHARED_SECONDS if decoding else READ_SECONDS
-        return SHARED_CHUNK if decoding and self.target.device.type == "cpu" else CHUNK
+            return SHARED_SECONDS if self._decodes else READ_SECONDS
+        return SHARED_CHUNK if self._decodes and self.target.device.type == "cpu" else CHUNK
 
     def _pace(self, ticket: Ticket) -> float:
         """Return the seconds that a token of a request's prompt takes, which are more the longer the text is already.
