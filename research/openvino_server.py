@@ -16,70 +16,73 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
 import threading
 from collections.abc import AsyncIterator
 from importlib import import_module
+from multiprocessing.connection import Connection
 from typing import Any
 
 
-class Pipeline:
-    """The pipeline, stepped by a thread of its own while requests are open.
+def decode(connection: Connection, args: argparse.Namespace) -> None:
+    """Decode requests (number, prompt's tokens, most new tokens, end token) as they come; send what each step makes.
 
-    Requests are added between steps, by that thread as well: what a step may not overlap with is not documented.
+    A process of its own, since a step holds Python's lock, so that other threads would seldom run.
     """
+    genai, numpy, openvino = map(import_module, ("openvino_genai", "numpy", "openvino"))
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = True
+    scheduler.max_num_seqs = args.rows
+    scheduler.cache_size = args.cache
+    pipe = genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": args.threads})
+    unfinished = genai.py_openvino_genai.GenerationStatus.RUNNING
+    running = dict[int, Any]()
+    while True:
+        while not running or connection.poll():
+            number, ids, most, end = connection.recv()
+            config = genai.GenerationConfig()
+            config.max_new_tokens, config.do_sample = most, False
+            config.eos_token_id, config.stop_token_ids = end, {end}
+            running[number] = pipe.add_request(number, openvino.Tensor(numpy.array([ids], numpy.int64)), config)
+        pipe.step()
+        made = list[tuple[int, list[int] | None]]()
+        for number, handle in list(running.items()):
+            while handle.can_read():
+                made += [(number, list(output.generated_ids)) for output in handle.read().values()]
+            if handle.get_status() != unfinished:
+                made.append((number, None))
+                del running[number]
+        connection.send(made)
+
+
+class Pipeline:
+    """The pipeline in its process, and the tokenizer in this one."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._genai = import_module("openvino_genai")
-        scheduler = self._genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = True
-        scheduler.max_num_seqs = args.rows
-        scheduler.cache_size = args.cache
-        properties = {"INFERENCE_NUM_THREADS": args.threads}
-        self._pipe: Any = self._genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU", properties)
-        self.tokenizer: Any = self._pipe.get_tokenizer()
-        self._numbers, self._new, self._changed = itertools.count(), list[Any](), threading.Condition()
-        threading.Thread(target=self._run, daemon=True).start()
+        self.tokenizer: Any = import_module("openvino_genai").Tokenizer(args.model)
+        self._connection, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=decode, args=(theirs, args), daemon=True)
+        process.start()
+        self._numbers, self._queues = itertools.count(), dict[int, asyncio.Queue[list[int] | None]]()
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand out what the pipeline makes."""
+        while True:
+            for number, tokens in self._connection.recv():
+                loop.call_soon_threadsafe(self._queues[number].put_nowait, tokens)
 
     async def stream(self, messages: list[dict[str, str]], most: int) -> AsyncIterator[list[int]]:
         """Yield the new tokens of a greedy answer, as the steps produce them."""
-        config = self._genai.GenerationConfig()
-        config.max_new_tokens, config.do_sample = most, False
-        config.eos_token_id = self.tokenizer.get_eos_token_id()
-        config.stop_token_ids = {config.eos_token_id}
         prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        loop, produced = asyncio.get_running_loop(), asyncio.Queue[list[int] | None]()
-
-        def tell(tokens: list[int] | None) -> None:
-            loop.call_soon_threadsafe(produced.put_nowait, tokens)
-
-        with self._changed:
-            self._new.append((prompt, config, tell))
-            self._changed.notify()
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False).input_ids.data[0].tolist()
+        number = next(self._numbers)
+        if number == 0:
+            threading.Thread(target=self._receive, args=(asyncio.get_running_loop(),), daemon=True).start()
+        produced = self._queues[number] = asyncio.Queue()
+        self._connection.send((number, ids, most, self.tokenizer.get_eos_token_id()))
         while (tokens := await produced.get()) is not None:
             yield tokens
-
-    def _run(self) -> None:
-        running = list[tuple[Any, Any]]()
-        unfinished = self._genai.py_openvino_genai.GenerationStatus.RUNNING
-        while True:
-            with self._changed:
-                while not (running or self._new):
-                    self._changed.wait()
-                new, self._new = self._new, []
-            for prompt, config, tell in new:
-                ids = self.tokenizer.encode(prompt, add_special_tokens=False).input_ids
-                running.append((self._pipe.add_request(next(self._numbers), ids, config), tell))
-            self._pipe.step()
-            left = []
-            for handle, tell in running:
-                while handle.can_read():
-                    for output in handle.read().values():
-                        tell(list(output.generated_ids))
-                if handle.get_status() == unfinished:
-                    left.append((handle, tell))
-                else:
-                    tell(None)
-            running = left
+        del self._queues[number]
 
 
 def application(pipeline: Pipeline, name: str) -> Any:
