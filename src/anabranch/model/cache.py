@@ -80,9 +80,9 @@ class Cache:
 
     ``keys`` and ``values`` are [layers, rows, K, C, E], row by row in memory. Slots 0 to count - 1 are in use; a row
     that leaves changes places with the last one, so that a step is over a slice of slots. With ``kernels``, memory is
-    in large pages, the kernels move committed keys and values, and no row is copied because others come and go:
-    addresses are reserved for more rows than there are, and a slot has the row of memory ``places[slot]``. Without, it
-    has the row of its own number.
+    in large pages (but see ``expect``), the kernels move committed keys and values, and no row is copied because others
+    come and go: addresses are reserved for more rows than there are, and a slot has the row of memory ``places[slot]``.
+    Without, it has the row of its own number.
 
     dtype      the type of the keys and values of a pass
     quantized  the kernels store them in int8, for E channels E values and a float32 scale for each 32 of them, and
