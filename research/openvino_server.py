@@ -1,4 +1,4 @@
-"""Serve a model with OpenVINO GenAI's continuous batching, for research/serve_load.py to load beside ours.
+"""Serve a model with OpenVINO GenAI's continuous batching, so that research/serve_load.py can compare it with ours.
 
 OpenVINO GenAI is a library; this gives it as much of OpenAI's interface as a load needs: greedy chat completions as
 streams. Run it with the interpreter of the peer's environment (docs/peers.md), after two more packages:
@@ -7,7 +7,7 @@ streams. Run it with the interpreter of the peer's environment (docs/peers.md), 
     ~/.cache/anabranch/peers/openvino/bin/python research/openvino_server.py MODEL --rows 32 --port 8082
 
 MODEL is a folder that ``optimum-cli export openvino`` wrote; ``anabranch bench --peer openvino`` leaves one in
-peers/openvino/exports of the cache folder. Prefixes are kept, as by the servers beside it.
+peers/openvino/exports of the cache folder. Like the servers it is compared with, it keeps prefixes.
 """
 
 from __future__ import annotations

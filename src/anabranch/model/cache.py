@@ -37,7 +37,7 @@ MIN_CAPACITY = 512
 SMALL = 2**24  # bytes; smaller caches are allocated without looking at free memory
 GROUP = 32  # channels that share a scale in a quantised cache
 HEADROOM = 2**27  # bytes left free for the tensors of passes
-FULL = 4  # a row that is to fill one part of so many is in large pages, which may take so many times its memory
+FULL = 4  # a text in large pages may take up to so many times its own memory
 RESERVED = 64  # rows of addresses that a cache of the kernels has, if memory for half of them is free
 
 
