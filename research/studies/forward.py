@@ -1,6 +1,6 @@
 """A pass over the rows of one text with any mask, with gradients, in plain PyTorch.
 
-R rows, T text length, L layers, D model width, K kv heads, E head width.
+R rows, T text length, C rows of earlier passes, L layers, D model width, K kv heads, E head width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rows:
 
     entries      states before each layer, and after the last layer, [1, R, D] each
     hidden_1RD   states after the last norm
-    keys_values  of each layer [1, K, R, E]
+    keys_values  of each layer [1, K, C + R, E]
     """
 
     entries: list[Tensor]
@@ -43,21 +43,26 @@ def rows_pass(
     positions_R: Tensor,
     visible_RR: Tensor,
     sides: Sequence[RowSide | None] | None = None,
+    earlier: Sequence[tuple[Tensor, Tensor]] | None = None,
 ) -> Rows:
     """Run rows through all layers; row i attends to the rows j of ``visible_RR[i, j]``.
 
-    ``sides`` are low-rank terms by layer. Sliding windows apply on top of the mask.
+    ``sides`` are low-rank terms by layer. ``earlier`` are keys and values of each layer [1, K, C, E] at positions 0 to
+    C - 1, which all rows see. Sliding windows apply on top of the mask.
     """
     config, dtype = target.config, target.dtype
     longest = int(positions_R.max()) + 1
     # copies: tables that a pass made in inference mode take no part in gradients
     cos, sin = (turn.clone().to(dtype) for turn in target.rope()(positions_R[None], longest))
     groups = config.num_heads // config.num_kv_heads
+    before = 0 if earlier is None else earlier[0][0].shape[2]
+    seen_RL = torch.cat((torch.ones(len(tokens_R), before, dtype=torch.bool), visible_RR), 1)
+    places_L = torch.cat((torch.arange(before), positions_R))
 
     def bias(window: int | None) -> Tensor:
-        seen = visible_RR
+        seen = seen_RL
         if window is not None:
-            seen = seen & ((positions_R[:, None] - positions_R) < window)
+            seen = seen & ((positions_R[:, None] - places_L) < window)
         return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf")).repeat(groups, 1)[None, None]
 
     biases: dict[bool, Tensor] = {}
@@ -71,7 +76,10 @@ def rows_pass(
         entries.append(x)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = biases[sliding]) -> Tensor:
-            kept.append((k.transpose(1, 2), v.transpose(1, 2)))
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            if earlier is not None:
+                k, v = (torch.cat(both, 2) for both in zip(earlier[len(kept)], (k, v), strict=True))
+            kept.append((k, v))
             return attention(config, q, *kept[-1], mask)
 
         side: Any = None if sides is None else sides[index]

@@ -213,6 +213,22 @@ def test_only_the_literal_mask_shows_the_next_token() -> None:
     assert [changed(at + ahead, "literal") for ahead in (1, 2, 3)] == [True, True, True]
 
 
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_a_completion_written_with_kept_keys_is_that_of_whole_passes(gamma: int) -> None:
+    peeking, end = study("peeking"), 18
+    for case in ("llama", "mistral"):
+        target, answer = small(case), prompt(9, seed=1)
+        found, text = peeking.written(target, Example(tuple(prompt(12)), tuple(answer)), gamma, end), prompt(12)
+        assert found
+        for count, token in enumerate(found):
+            ahead = answer[count + 1 :][:gamma]
+            tokens = torch.tensor([*text, 0, *ahead] if ahead else text)
+            with torch.no_grad():
+                logits = peeking.predictions(target, tokens, torch.tensor([len(text) - 1]), gamma, "leak-free")
+            assert token == int(logits[0].argmax())
+            text.append(token)
+
+
 # -- figures 8, 9, 17, 19: counts ------------------------------------------------------------------------------------
 def test_a_plain_steps_arithmetic_and_reads() -> None:
     weights = 24 * 12 * 2048**2 + 50_272 * 2048  # OPT-1.3b
