@@ -1,6 +1,6 @@
-"""A pass over the rows of one text with any mask, with gradients, in plain PyTorch.
+"""A pass over rows with any mask, with gradients, in plain PyTorch.
 
-R rows, T text length, C rows of earlier passes, L layers, D model width, K kv heads, E head width.
+R rows, T text length, C rows of earlier passes, L = C + R, D model width, K kv heads, E head width.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from anabranch.model.blocks import RowSide, attention
 from anabranch.model.decoder import Decoder
 
-__all__ = ["Rows", "causal", "rows_pass"]
+__all__ = ["Earlier", "Rows", "causal", "rows_pass"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,14 @@ class Rows:
     keys_values: list[tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """Rows of earlier passes: their positions, and the keys and values of each layer, [1, K, C, E]."""
+
+    positions_C: Tensor
+    keys_values: list[tuple[Tensor, Tensor]]
+
+
 def causal(length: int) -> Tensor:
     """The mask [T, T] of plain decoding: row t sees rows up to t."""
     return torch.ones(length, length, dtype=torch.bool).tril()
@@ -41,26 +49,23 @@ def rows_pass(
     target: Decoder,
     tokens_R: Tensor,
     positions_R: Tensor,
-    visible_RR: Tensor,
+    visible_RL: Tensor,
     sides: Sequence[RowSide | None] | None = None,
-    earlier: Sequence[tuple[Tensor, Tensor]] | None = None,
+    earlier: Earlier | None = None,
 ) -> Rows:
-    """Run rows through all layers; row i attends to the rows j of ``visible_RR[i, j]``.
+    """Run rows through all layers; row i attends to the rows j of ``visible_RL[i, j]``: the earlier ones, then its own.
 
-    ``sides`` are low-rank terms by layer. ``earlier`` are keys and values of each layer [1, K, C, E] at positions 0 to
-    C - 1, which all rows see. Sliding windows apply on top of the mask.
+    ``sides`` are low-rank terms by layer. Sliding windows apply on top of the mask.
     """
     config, dtype = target.config, target.dtype
     longest = int(positions_R.max()) + 1
     # copies: tables that a pass made in inference mode take no part in gradients
     cos, sin = (turn.clone().to(dtype) for turn in target.rope()(positions_R[None], longest))
     groups = config.num_heads // config.num_kv_heads
-    before = 0 if earlier is None else earlier[0][0].shape[2]
-    seen_RL = torch.cat((torch.ones(len(tokens_R), before, dtype=torch.bool), visible_RR), 1)
-    places_L = torch.cat((torch.arange(before), positions_R))
+    places_L = positions_R if earlier is None else torch.cat((earlier.positions_C, positions_R))
 
     def bias(window: int | None) -> Tensor:
-        seen = seen_RL
+        seen = visible_RL
         if window is not None:
             seen = seen & ((positions_R[:, None] - places_L) < window)
         return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf")).repeat(groups, 1)[None, None]
@@ -78,7 +83,7 @@ def rows_pass(
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = biases[sliding]) -> Tensor:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             if earlier is not None:
-                k, v = (torch.cat(both, 2) for both in zip(earlier[len(kept)], (k, v), strict=True))
+                k, v = (torch.cat(both, 2) for both in zip(earlier.keys_values[len(kept)], (k, v), strict=True))
             kept.append((k, v))
             return attention(config, q, *kept[-1], mask)
 

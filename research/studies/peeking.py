@@ -30,7 +30,7 @@ from anabranch.support.jsonfiles import read_rows
 from anabranch.support.table import percent, signed_percent
 from anabranch.tasks import METRICS
 from studies.base import Chart, Line, Result, Setup, Study, Table
-from studies.forward import causal, rows_pass
+from studies.forward import Earlier, causal, rows_pass
 from task_scores import Columns, compared
 
 __all__ = ["STUDY", "leak_free_rows", "literal_mask", "predictions", "written"]
@@ -39,6 +39,7 @@ Mask = Literal["leak-free", "literal"]
 GAMMAS = (0, 1, 2, 4)
 RANK, LR, BATCH = 8, 1e-3, 4
 MOST = 24  # predicting positions of a text
+ROWS = 16  # texts that are written side by side
 ASK = "Describe this restaurant in one or two sentences: "
 
 
@@ -113,33 +114,54 @@ def _evaluate(
 
 
 @torch.no_grad()
-def written(target: Decoder, example: Example, gamma: int, end: int, terms: nn.ModuleList | None = None) -> list[int]:
-    """The greedy completion [at most MOST], each token with the reference's next gamma tokens beyond it in sight.
+def written(
+    target: Decoder, examples: Sequence[Example], gamma: int, end: int, terms: nn.ModuleList | None = None
+) -> list[list[int]]:
+    """Greedy completions [at most MOST each], each token with the reference's next gamma tokens beyond it in sight.
 
-    The text's keys and values are kept, those of the rows in sight and of the row that predicts are not.
+    All texts are written side by side. Their keys and values are kept, those of rows in sight and predicting rows not.
     """
     sides: Any = terms
-    kept: list[tuple[Tensor, Tensor]] | None = None
-    text, found = list(example.prompt_ids), list[int]()
-    while len(found) < MOST and end not in found:
-        first, length = 0 if kept is None else len(text) - 1, len(text)
-        ahead = example.answer_ids[len(found) + 1 :][:gamma]
-        tokens = torch.tensor([*text, end, *ahead] if ahead else text)  # no row that runs sees the token before those
-        places_R, visible_RR, _ = leak_free_rows(len(tokens), torch.tensor([length - 1]), gamma)
-        run = torch.tensor([*range(first, length), *range(len(tokens), len(places_R))])
-        rows = rows_pass(target, tokens[places_R[run]], places_R[run], visible_RR[run][:, run], sides, kept)
-        kept = [(keys[:, :, :length], values[:, :, :length]) for keys, values in rows.keys_values]
-        found.append(int(target.logits(rows.hidden_1RD[0, -1:]).argmax()))
-        text.append(found[-1])
-    return [token for token in found if token != end]
+    texts, found = [list(example.prompt_ids) for example in examples], [list[int]() for _ in examples]
+    kept, owners_C = None, torch.empty(0, dtype=torch.long)
+    while unfinished := [index for index, one in enumerate(found) if len(one) < MOST and end not in one]:
+        blocks, owners, of_text = [], [], []
+        for index in unfinished:
+            first, length = int((owners_C == index).sum()), len(texts[index])
+            ahead = examples[index].answer_ids[len(found[index]) + 1 :][:gamma]
+            # no row that runs sees the token before those in sight
+            tokens = torch.tensor([*texts[index], end, *ahead] if ahead else texts[index])
+            places_R, visible_RR, _ = leak_free_rows(len(tokens), torch.tensor([length - 1]), gamma)
+            run = torch.tensor([*range(first, length), *range(len(tokens), len(places_R))])
+            blocks.append((tokens[places_R[run]], places_R[run], visible_RR[run][:, run]))
+            owners += [index] * len(run)
+            of_text += [True] * (length - first) + [False] * (len(run) - length + first)
+        tokens_R, positions_R = (torch.cat([block[part] for block in blocks]) for part in (0, 1))
+        owners_R, text_R = torch.tensor(owners), torch.tensor(of_text)
+        visible_RL = torch.cat((owners_R[:, None] == owners_C, torch.block_diag(*(mask for *_, mask in blocks))), 1)
+        rows = rows_pass(target, tokens_R, positions_R, visible_RL, sides, kept)
+        last = torch.tensor([len(block[0]) for block in blocks]).cumsum(0) - 1
+        for index, token in zip(unfinished, target.logits(rows.hidden_1RD[0, last]).argmax(-1).tolist(), strict=True):
+            found[index].append(token)
+            texts[index].append(token)
+        going = torch.cat((torch.ones(len(owners_C), dtype=torch.bool), text_R))
+        positions_L = positions_R if kept is None else torch.cat((kept.positions_C, positions_R))
+        kept = Earlier(positions_L[going], [(k[:, :, going], v[:, :, going]) for k, v in rows.keys_values])
+        owners_C = torch.cat((owners_C, owners_R))[going]
+    return [[token for token in one if token != end] for one in found]
 
 
 def _scores(target: Target, decoder: Decoder, examples: Sequence[Example], gamma: int, terms: nn.ModuleList) -> Columns:
     """ROUGE of greedy completions, over the references' first MOST tokens, by column and text."""
     end, metric = target.config.eos_token_ids[0], METRICS["rouge"]
     scores = []
-    for example in examples:
-        text = target.tokenizer.decode(written(decoder, example, gamma, end, terms))
+    texts = [
+        text
+        for first in range(0, len(examples), ROWS)
+        for text in written(decoder, examples[first : first + ROWS], gamma, end, terms)
+    ]
+    for example, tokens in zip(examples, texts, strict=True):
+        text = target.tokenizer.decode(tokens)
         reference = target.tokenizer.decode([token for token in example.answer_ids[:MOST] if token != end])
         scores.append(metric.score(text, (reference,), {}))
     return {key: list(by_text) for key, by_text in zip(metric.columns, zip(*scores, strict=True), strict=True)}

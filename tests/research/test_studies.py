@@ -214,14 +214,14 @@ def test_only_the_literal_mask_shows_the_next_token() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0, 2])
-def test_a_completion_written_with_kept_keys_is_that_of_whole_passes(gamma: int) -> None:
-    peeking, end = study("peeking"), 18
-    for case in ("llama", "mistral"):
-        target, answer = small(case), prompt(9, seed=1)
-        found, text = peeking.written(target, Example(tuple(prompt(12)), tuple(answer)), gamma, end), prompt(12)
-        assert found
-        for count, token in enumerate(found):
-            ahead = answer[count + 1 :][:gamma]
+@pytest.mark.parametrize("case", ["llama", "mistral"])
+def test_completions_written_side_by_side_are_those_of_whole_passes(case: str, gamma: int) -> None:
+    peeking, target = study("peeking"), small(case)
+    written = peeking.written(target, EXAMPLES, gamma, end=18)
+    for example, found in zip(EXAMPLES, written, strict=True):
+        text = list(example.prompt_ids)
+        for count, token in enumerate([*found, 18][: peeking.MOST]):
+            ahead = example.answer_ids[count + 1 :][:gamma]
             tokens = torch.tensor([*text, 0, *ahead] if ahead else text)
             with torch.no_grad():
                 logits = peeking.predictions(target, tokens, torch.tensor([len(text) - 1]), gamma, "leak-free")
