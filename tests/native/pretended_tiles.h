@@ -46,6 +46,11 @@ struct Tiles {
     if (!shaped || rows[t] == 0) fault("this tile has no shape");
   }
 
+  void zero(int t) {
+    check(t);
+    std::memset(data[t], 0, sizeof data[t]);
+  }
+
   void load(int t, const void* base, int64_t stride) {
     check(t);
     std::memset(data[t], 0, sizeof data[t]);
@@ -95,11 +100,13 @@ inline thread_local Tiles tiles;
 
 #undef _tile_loadconfig
 #undef _tile_release
+#undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(from) pretended::tiles.shape(from)
 #define _tile_release() pretended::tiles.release()
+#define _tile_zero(t) pretended::tiles.zero(t)
 #define _tile_loadd(t, base, stride) pretended::tiles.load(t, base, stride)
 #define _tile_stored(t, base, stride) pretended::tiles.store(t, base, stride)
 #define _tile_dpbf16ps(to, a, b) pretended::tiles.dot(to, a, b)

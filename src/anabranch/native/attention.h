@@ -134,6 +134,7 @@ void plan_attention(Runner& runner, const Shape& s, const Activations<T>& rows, 
     memory.scores.of<float>(scores);
     memory.sums.of<F32x16>(queries_of_task * s.e / 16);
     if (s.quantized_cache) memory.cached.of<Storage<T>>(CACHED_TILE * s.e);
+    if (matrix_tiles) memory.pairs.of<KeyLanes>(CACHED_TILE / BLOCK * s.e);
   }
 }
 
@@ -209,10 +210,10 @@ inline void cap_scores(float* p, int n, float scale, float cap) {
   for (int i = 0; i < n; i += 16) store16(p + i, broadcast(cap) * tanh(load16(p + i) * broadcast(scale / cap)));
 }
 
-// Softmax of n scores without the division; returns the sum to divide by. ``p`` is padded to whole vectors. The weights
-// overwrite the scores as values of T, followed by a zero so that they form whole pairs.
+// Softmax of n scores without the division; returns the sum to divide by. ``p`` is padded to whole vectors. The weights, values
+// of T at ``to``, which is not after the scores, may overwrite them. A zero follows, so that they form whole pairs.
 template <class T>
-inline float softmax(float* p, int n, float scale) {
+inline float softmax(const float* p, int n, float scale, T* to) {
   const F32x16 low = broadcast(-INFINITY);
   F32x16 largest[4] = {low, low, low, low};
   int i = 0;
@@ -221,7 +222,6 @@ inline float softmax(float* p, int n, float scale) {
   for (; i < n; i += 16) largest[0] = max(largest[0], masked_load(p + i, n - i, low));
   const F32x16 top = broadcast(reduce_max(max(max(largest[0], largest[1]), max(largest[2], largest[3]))));
   F32x16 total = zero();
-  T* to = reinterpret_cast<T*>(p);
   if constexpr (std::is_same<T, float>::value) {
     for (i = 0; i <= n; i += 16) {
       const F32x16 v = keep_first(n - i, exp((masked_load(p + i, n - i, top) - top) * broadcast(scale)));
@@ -256,11 +256,14 @@ class Attention {
     const int last_row = node_of(task.count - 1), last = plan.flat ? -1 : plan.ancestors[plan.offsets[last_row + 1] - 1];
     // the rows of a task do not attend to later keys than its last row
     span_ = length_ + last + 1;
+    from_ = span_;
+    for (int node = node_of(0); node <= last_row; ++node) from_ = std::min(from_, begin_of(node));
     width_ = padded_scores(span_);
     q_ = memory.queries.of<Q>(static_cast<int64_t>(task.count) * s.e);
     p_ = memory.scores.of<float>(task.count * width_);
     sums_ = memory.sums.of<F32x16>(task.count * s.e / 16);
     if (keys_.quantized()) tile_ = memory.cached.of<P>(CACHED_TILE * s.e);
+    if (in_tiles()) pairs_ = memory.pairs.of<KeyLanes>(CACHED_TILE / BLOCK * s.e);
   }
 
   NOINLINE void run() {
@@ -268,12 +271,14 @@ class Attention {
     score();
     float total[MAX_TASK_QUERIES];
     for (int i = 0; i < task_.count; ++i) {
-      float* p = p_ + i * width_;
+      const int from = in_tiles() ? begin_of(node_of(i)) : 0;  // of the first visible score, after ``gather_seen``
       const int seen = gather_seen(i);
+      float* p = p_ + i * width_ + from;
       if (s_.biases != nullptr && !to_source_) add_biases(i, p, seen);
       if (s_.softcap > 0.0f) cap_scores(p, seen, s_.scale, s_.softcap);
-      total[i] = softmax<Q>(p, seen, s_.softcap > 0.0f ? 1.0f : s_.scale);
+      total[i] = softmax<Q>(p, seen, s_.softcap > 0.0f ? 1.0f : s_.scale, weights_of(i) + from);
     }
+    if (in_tiles()) return weigh_values_in_tiles(total);
     switch (s_.e / BLOCK) {
       case 1: weigh_values<2>(total); break;
       case 2: weigh_values<4>(total); break;
@@ -284,6 +289,8 @@ class Attention {
   }
 
  private:
+  alignas(64) static constexpr P ZEROS[MAX_HEAD] = {};
+
   // queries from ``first`` on whose weights are applied together to the first ``count`` keys after ``from``
   struct Part {
     int first, queries, from, count;
@@ -298,6 +305,12 @@ class Attention {
     const int64_t head = static_cast<int64_t>(l_.source) * s_.kv_heads + task_.head;
     return {sources[task_.row], head * plan_.seen[task_.row] * s_.e, s_.e, false};
   }
+
+  // Whether scores and values are multiplied in matrix tiles. Sums are over 32 keys at a time then, the first at a multiple of 32
+  // in the text.
+  static bool in_tiles() { return matrix_tiles && std::is_same<Q, bf16>::value; }
+
+  Q* weights_of(int i) const { return reinterpret_cast<Q*>(p_ + i * width_); }  // of query i, over its scores
 
   int node_of(int i) const { return task_.node + (task_.first + i) / group_; }
 
@@ -324,12 +337,17 @@ class Attention {
   void score() {
     const int words = s_.e / PER_LANE<Q>;
     KeyLanes transposed[KEY_TILE / 16 * MAX_HEAD / PER_LANE<Q>];
-    for (int k = 0; k < span_; k += KEY_TILE) {
+    for (int k = from_ / BLOCK * BLOCK; k < span_; k += KEY_TILE) {
       const int groups = (std::min(KEY_TILE, span_ - k) + 15) / 16;
       for (int g = 0; g < groups; ++g) {
         const int at = k + 16 * g, have = std::min(16, span_ - at);
         transpose_keys(keys_.at(at, have, tile_), have, s_.e, transposed + g * words);
       }
+      if constexpr (std::is_same<Q, bf16>::value)
+        if (in_tiles()) {
+          score_in_tiles(task_.count, q_, s_.e, transposed, words, groups, p_ + k, width_);
+          continue;
+        }
       int i = 0;
       const auto score_some = [&](auto queries) {
         for (; i + queries <= task_.count; i += queries)
@@ -342,14 +360,32 @@ class Attention {
     }
   }
 
-  // Compacts the scores of the keys visible to query i, in text order: committed tokens, then ancestors. Returns the count.
+  // the place in the text of the first key visible to a node, and how many keys from there on are side by side in the cache
+  int begin_of(int node) const { return plan_.first[node] + plan_.skipped[node]; }
+  int adjacent_of(int node) const { return length_ - plan_.first[node] + plan_.run[node]; }
+
+  // the place after the last key visible to a node
+  int end_of(int node) const { return length_ + plan_.skipped[node] + plan_.offsets[node + 1] - plan_.offsets[node]; }
+
+  // the value at a place of a node's text, or zeros where it does not see it
+  const P* value_of(int node, int place, P* converted) const {
+    if (place < begin_of(node) || place >= end_of(node)) return ZEROS;
+    const int own = place - length_ - plan_.skipped[node];  // the number of the ancestor
+    return values_.at(own < plan_.run[node] ? place : length_ + plan_.ancestors[plan_.offsets[node] + own], 1, converted);
+  }
+
+  // Compacts the scores of the keys visible to query i, in text order: committed tokens, then ancestors. Returns the count. The
+  // first comes to the front, or (``in_tiles``) stays at its place in the text.
   int gather_seen(int i) {
-    float* p = p_ + i * width_;
-    const int node = node_of(i), from = plan_.first[node];
-    int n = length_ - from + plan_.run[node];
-    if (from > 0) std::memmove(p, p + from, sizeof(float) * static_cast<size_t>(n));
+    float *scores = p_ + i * width_, *p = scores;
+    const int node = node_of(i), from = begin_of(node);
+    int n = adjacent_of(node);
+    if (in_tiles())
+      p += from;
+    else if (from > 0)
+      std::memmove(p, p + from, sizeof(float) * static_cast<size_t>(n));
     for (int a = plan_.offsets[node] + plan_.run[node]; a < plan_.offsets[node + 1]; ++a)
-      p[n++] = p[length_ + plan_.ancestors[a]];
+      p[n++] = scores[length_ + plan_.ancestors[a]];
     return n;
   }
 
@@ -358,13 +394,13 @@ class Attention {
   int split_queries(Part* parts, int at_once) const {
     int count = 0;
     for (int i = 0; i < task_.count;) {
-      const int from = plan_.first[node_of(i)];
+      const int from = begin_of(node_of(i));
       int same = 1;
-      while (same < at_once && i + same < task_.count && plan_.first[node_of(i + same)] == from) ++same;
+      while (same < at_once && i + same < task_.count && begin_of(node_of(i + same)) == from) ++same;
       const int queries = same == at_once ? at_once : same >= 3 ? 3 : 1;
-      int common = plan_.keys(task_.row);
-      for (int node = node_of(i); node <= node_of(i + queries - 1); ++node) common = std::min(common, plan_.run[node]);
-      parts[count++] = {i, queries, from, (length_ - from + common) / PER_LANE<Q> * PER_LANE<Q>};
+      int common = adjacent_of(node_of(i));
+      for (int node = node_of(i); node <= node_of(i + queries - 1); ++node) common = std::min(common, adjacent_of(node));
+      parts[count++] = {i, queries, from, common / PER_LANE<Q> * PER_LANE<Q>};
       i += queries;
     }
     return count;
@@ -388,8 +424,8 @@ class Attention {
         const int have = std::min(size, part.count - j);
         const P* values = tile_of_values(part.from + j, have);
         const auto accumulate = [&](auto queries) {
-          accumulate_values<queries, NE>(reinterpret_cast<const Q*>(p_ + part.first * width_) + j, stride,
-                                         values, have, sums_ + part.first * NE);
+          accumulate_values<queries, NE>(static_cast<const Q*>(weights_of(part.first)) + j, stride, values, have,
+                                         sums_ + part.first * NE);
         };
         if (part.queries == AT_ONCE)
           accumulate(std::integral_constant<int, AT_ONCE>{});
@@ -415,27 +451,87 @@ class Attention {
     constexpr int STEP = PER_LANE<Q>;
     const Q* p = reinterpret_cast<const Q*>(p_ + i * width_);  // see ``softmax``
     F32x16* acc = sums_ + i * NE;
-    const int node = node_of(i), from = plan_.first[node], seen = length_ - from;
-    const int plain = plan_.run[node] + seen, end = seen + plan_.offsets[node + 1] - plan_.offsets[node];
+    const int node = node_of(i), from = begin_of(node), end = end_of(node) - from;
     alignas(64) P converted[STEP][16 * NE];
-    const auto value_at = [&](int j, int place) {
-      const int at = j < plain ? from + j : length_ + plan_.ancestors[plan_.offsets[node] + j - seen];
-      return values_.at(at, 1, converted[place]);
-    };
+    const auto value_at = [&](int j, int place) { return value_of(node, from + j, converted[place]); };
     for (int j = done; j < end; j += STEP) {
       KeyLanes pair[NE];
       load_pairs<NE>(value_at(j, 0), value_at(std::min(j + STEP, end) - 1, STEP - 1), pair);
       const auto weight = broadcast_word(p + j);
       for (int c = 0; c < NE; ++c) acc[c] = dot_add<Q>(acc[c], weight, pair[c]);
     }
+    store_head(i, total);
+  }
+
+  // Divides the sums of query i and stores the head.
+  void store_head(int i, float total) {
     const F32x16 inverse = broadcast(1.0f / total);
-    const int64_t row = static_cast<int64_t>(node) * s_.heads + head_of(i);
+    F32x16* acc = sums_ + i * s_.e / 16;
+    const int64_t row = static_cast<int64_t>(node_of(i)) * s_.heads + head_of(i);
     auto* groups = static_cast<QuantizedGroup*>(heads_) + row_offset<QuantizedGroup>(row, s_.e);
     Q* to = static_cast<Q*>(heads_) + row_offset<Q>(row, s_.e);
-    for (int c = 0; c < NE / 2; ++c) {
+    for (int c = 0; c < s_.e / BLOCK; ++c) {
       unpair_sums<Q>(&acc[2 * c], &acc[2 * c + 1]);
       const F32x16 low = acc[2 * c] * inverse, high = acc[2 * c + 1] * inverse;
       quantizes_ ? store32(groups, c, low, high) : store32(to, c, low, high);
+    }
+  }
+
+  // ---- values in matrix tiles ----
+  //
+  // A sum is over the keys at 32 places in the text, the first a multiple of 32; places that a query does not see have weight zero.
+  // Up to ``shared_end``, a place is the same key for all queries of the task.
+
+  int shared_end(int end) const {
+    for (int node = node_of(0); node <= node_of(task_.count - 1); ++node)
+      if (const int adjacent = begin_of(node) + adjacent_of(node); adjacent < end_of(node))
+        end = std::min(end, adjacent / BLOCK * BLOCK);
+    return end;
+  }
+
+  // Writes the pair of values for the places 2 i and 2 i + 1 of ``pairs_``.
+  void store_pair(int i, const P* one, const P* two) {
+    KeyLanes* to = pairs_ + i / 16 * s_.e + i % 16;
+    for (int c = 0; c < s_.e; c += BLOCK, to += 32) {
+      KeyLanes both[2];
+      load_pairs<2>(one + c, two + c, both);
+      to[0] = both[0], to[16] = both[1];
+    }
+  }
+
+  NOINLINE void weigh_values_in_tiles(const float* total) {
+    if constexpr (std::is_same<Q, bf16>::value) {
+      const int vectors = s_.e / 16, from = from_ / BLOCK * BLOCK;
+      int last = 0;
+      for (int i = 0; i < task_.count; ++i) last = std::max(last, end_of(node_of(i)));
+      last = (last + BLOCK - 1) / BLOCK * BLOCK;
+      for (int i = 0; i < task_.count; ++i) {
+        std::fill(weights_of(i) + from, weights_of(i) + begin_of(node_of(i)), Q{0});
+        std::fill(weights_of(i) + end_of(node_of(i)), weights_of(i) + last, Q{0});
+      }
+      for (int i = 0; i < task_.count * vectors; ++i) sums_[i] = zero();
+      const int shared = shared_end(last);
+      const int64_t stride = 2 * width_;
+      for (int place = from; place < shared; place += CACHED_TILE) {
+        const int count = std::min(CACHED_TILE, shared - place), have = std::min(count, span_ - place);
+        const P* values = values_.at(place, have, tile_);
+        for (int i = 0; i < count / 2; ++i) {
+          const P* one = values + static_cast<int64_t>(2 * i) * s_.e;
+          store_pair(i, 2 * i < have ? one : ZEROS, 2 * i + 1 < have ? one + s_.e : ZEROS);
+        }
+        add_values_in_tiles(task_.count, weights_of(0) + place, stride, pairs_, count / BLOCK, vectors, sums_);
+      }
+      for (int i = 0, queries; i < task_.count; i += queries) {
+        const int node = node_of(i);
+        for (queries = 1; i + queries < task_.count && node_of(i + queries) == node;) ++queries;
+        alignas(64) P converted[2][MAX_HEAD];
+        for (int place = std::max(shared, begin_of(node) / BLOCK * BLOCK); place < end_of(node); place += BLOCK) {
+          for (int pair = 0; pair < BLOCK / 2; ++pair)
+            store_pair(pair, value_of(node, place + 2 * pair, converted[0]), value_of(node, place + 2 * pair + 1, converted[1]));
+          add_values_in_tiles(queries, weights_of(i) + place, stride, pairs_, 1, vectors, sums_ + i * vectors);
+        }
+      }
+      for (int i = 0; i < task_.count; ++i) store_head(i, total[i]);
     }
   }
 
@@ -446,12 +542,13 @@ class Attention {
   void* heads_;
   bool quantizes_, to_source_;
   const AttentionTask& task_;
-  int group_, length_, span_;
+  int group_, length_, from_, span_;  // the keys from ``from_`` to ``span_`` are visible to queries of the task
   int64_t width_;
   Q* q_;
   float* p_;
   F32x16* sums_;
   P* tile_ = nullptr;                     // of a quantised cache
+  KeyLanes* pairs_ = nullptr;             // values as matrix tiles take them
   int tile_first_ = -1, tile_count_ = 0;  // the values in ``tile_``
   CachedRows<P> keys_, values_;
 };

@@ -416,6 +416,78 @@ inline void multiply_amx(int count, const bf16* x, int64_t stride, const bf16* b
     _tile_stored(3, &acc[16][1], LINE);
   }
 }
+
+inline void score_in_tiles(int count, const bf16* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
+                           int64_t to_stride) {
+  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16)), line = to_stride * static_cast<int64_t>(sizeof(float));
+  configure_tiles(count);
+  memory_barrier(keys);
+  for (int g = 0; g < groups; g += 2) {
+    const KeyLanes* one = keys + g * words;
+    const KeyLanes* other = g + 1 < groups ? one + words : one;  // the last of an odd number is multiplied twice
+    _tile_zero(0);
+    _tile_zero(1);
+    if (count > 16) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int d = 0; d < words; d += 16) {
+      _tile_loadd(4, q + 2 * d, row);
+      _tile_loadd(6, one + d, 64);
+      _tile_loadd(7, other + d, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (count > 16) {
+        _tile_loadd(5, q + 16 * stride + 2 * d, row);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    float* scores = to + 16 * g;
+    _tile_stored(0, scores, line);
+    if (count > 16) _tile_stored(2, scores + 16 * to_stride, line);
+    if (other == one) break;
+    _tile_stored(1, scores + 16, line);
+    if (count > 16) _tile_stored(3, scores + 16 * to_stride + 16, line);
+  }
+  memory_barrier(to);
+}
+
+inline void add_values_in_tiles(int count, const bf16* p, int64_t stride, const KeyLanes* values, int steps, int vectors,
+                                F32x16* sums) {
+  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16)), line = vectors * static_cast<int64_t>(sizeof(F32x16));
+  configure_tiles(count);
+  memory_barrier(values);
+  for (int c = 0; c < vectors; c += 2) {
+    F32x16 *first = sums + c, *second = first + 16 * vectors;
+    _tile_loadd(0, first, line);
+    _tile_loadd(1, first + 1, line);
+    if (count > 16) {
+      _tile_loadd(2, second, line);
+      _tile_loadd(3, second + 1, line);
+    }
+    for (int step = 0; step < steps; ++step) {
+      const KeyLanes* pairs = values + 16 * (step * vectors + c);
+      _tile_loadd(4, p + BLOCK * step, row);
+      _tile_loadd(6, pairs, 64);
+      _tile_loadd(7, pairs + 16, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (count > 16) {
+        _tile_loadd(5, p + 16 * stride + BLOCK * step, row);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, first, line);
+    _tile_stored(1, first + 1, line);
+    if (count > 16) {
+      _tile_stored(2, second, line);
+      _tile_stored(3, second + 1, line);
+    }
+  }
+  memory_barrier(sums);
+}
 #else
 inline void release_tiles() {}
 inline void use_tiles(bool) {}

@@ -146,7 +146,8 @@ struct AttentionTask {
 // A batch, and its streams, with the visible keys of its rows. Keys of a batch row are numbered from its first node on, in the
 // cache after the committed tokens. Row i of the pass attends to the first ``seen`` keys of its batch row from first[i] on, which
 // are the committed tokens, and to the keys ancestors[offsets[i] : offsets[i + 1]] after them, in ascending order: of its
-// ancestors, itself, and streams. The first run[i] of these are keys 0, 1, 2, ...
+// ancestors, itself, and streams. Where the window begins after the committed tokens, it leaves out skipped[i] ancestors. The first
+// run[i] of the others are keys skipped[i], skipped[i] + 1, ...
 //
 // In a flat plan all rows of a batch row attend to the same keys, ``seen`` of them: to all nodes, or to its source.
 struct PassPlan : RaggedBatch {
@@ -155,7 +156,7 @@ struct PassPlan : RaggedBatch {
   const int32_t* row;       // the batch row of each row [rows]
   const int32_t* key;       // the number of its key [rows]
   const int64_t* rotation_of;     // its row of cos and sin [rows]
-  const int32_t *offsets, *ancestors, *first, *run;
+  const int32_t *offsets, *ancestors, *first, *skipped, *run;
   std::vector<AttentionTask>* tasks;  // of one layer
   const int64_t* seen;                // [B]
   bool flat;
@@ -168,7 +169,7 @@ struct PassPlan : RaggedBatch {
 
 // memory of a plan
 struct PlanMemory {
-  Workspace row, key, positions, rotations, offsets, first, run, seen;
+  Workspace row, key, positions, rotations, offsets, first, skipped, run, seen;
   std::vector<int32_t> ancestors;
   std::vector<AttentionTask> tasks;
 };
@@ -206,7 +207,7 @@ PassPlan flat_plan(const PassPlan& rows, const int64_t* seen, PlanMemory& memory
   PassPlan plan = rows;
   int32_t *offsets = memory.offsets.of<int32_t>(rows.rows + 1), *none = memory.first.of<int32_t>(rows.rows);
   std::fill(offsets, offsets + rows.rows + 1, 0), std::fill(none, none + rows.rows, 0);
-  plan.offsets = offsets, plan.first = plan.run = none, plan.ancestors = nullptr;
+  plan.offsets = offsets, plan.first = plan.skipped = plan.run = none, plan.ancestors = nullptr;
   plan.tasks = &memory.tasks;
   plan.seen = seen, plan.flat = true;
   return plan;
@@ -218,14 +219,14 @@ PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory&
   const int nodes = batch.nodes, own = streams.own != 0 ? streams.count : 0, rows = nodes * (1 + streams.count);
   int32_t *row = memory.row.of<int32_t>(rows), *key = memory.key.of<int32_t>(rows);
   int32_t *offsets = memory.offsets.of<int32_t>(rows + 1), *first = memory.first.of<int32_t>(rows);
-  int32_t* run = memory.run.of<int32_t>(rows);
+  int32_t *skipped = memory.skipped.of<int32_t>(rows), *run = memory.run.of<int32_t>(rows);
   int64_t *positions = memory.positions.of<int64_t>(nodes), *rotations = memory.rotations.of<int64_t>(rows);
   std::vector<int32_t>& seen = memory.ancestors;
   seen.clear();
   const auto end_row = [&](int i) {
     offsets[i + 1] = static_cast<int32_t>(seen.size());
     run[i] = 0;
-    while (offsets[i] + run[i] < offsets[i + 1] && seen[static_cast<size_t>(offsets[i] + run[i])] == run[i]) ++run[i];
+    while (offsets[i] + run[i] < offsets[i + 1] && seen[static_cast<size_t>(offsets[i] + run[i])] == skipped[i] + run[i]) ++run[i];
   };
   for (int b = 0; b < batch.batch; ++b) std::fill(row + batch.starts[b], row + batch.starts[b + 1], b);
   for (int i = 0; i < nodes; ++i) {
@@ -241,7 +242,7 @@ PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory&
     if (batch.whole != 0) continue;
     const int64_t newest = trailing ? length - 1 : positions[i];
     const int64_t from = batch.window == 0 ? 0 : std::max<int64_t>(0, newest - batch.window + 1);
-    first[i] = static_cast<int32_t>(std::min(from, length));
+    first[i] = static_cast<int32_t>(std::min(from, length)), skipped[i] = static_cast<int32_t>(from) - first[i];
     // the visible nodes of its parent that are inside the window, but not the parent's streams; itself; its streams
     offsets[i] = static_cast<int32_t>(seen.size());
     const int end = parent < 0 ? 0 : offsets[above + 1] - own;
@@ -254,7 +255,8 @@ PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory&
   for (int i = nodes; i < rows; ++i) {
     const int node = (i - nodes) / streams.count, stream = (i - nodes) % streams.count, b = row[node];
     const int before = batch.count(b) + (node - batch.start(b)) * streams.count;
-    row[i] = b, key[i] = before + stream, first[i] = first[node], rotations[i] = rotations[node] + stream + 1;
+    row[i] = b, key[i] = before + stream, first[i] = first[node], skipped[i] = skipped[node];
+    rotations[i] = rotations[node] + stream + 1;
     offsets[i] = static_cast<int32_t>(seen.size());
     for (int j = offsets[node]; j < offsets[node + 1] - own; ++j) seen.push_back(seen[static_cast<size_t>(j)]);
     for (int j = 0; j <= stream; ++j) seen.push_back(before + j);
@@ -270,6 +272,7 @@ PassPlan plan_pass(const RaggedBatch& batch, const Streams& streams, PlanMemory&
   plan.offsets = offsets;
   plan.ancestors = seen.data();
   plan.first = first;
+  plan.skipped = skipped;
   plan.run = run;
   plan.tasks = &memory.tasks;
   plan.seen = batch.lengths;

@@ -12,7 +12,7 @@ namespace {
 
 // memory of one thread
 struct Scratch {
-  Workspace hidden, queries, scores, sums, cached;
+  Workspace hidden, queries, scores, sums, cached, pairs;
 };
 
 class Runner {

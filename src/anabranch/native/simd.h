@@ -84,6 +84,13 @@
 //   void unpair_sums<T>(F32x16* low, F32x16* high)     sums over ``load_pairs``'s lanes, back in the order of the channels
 //   void accumulate_values<QUERIES, NE>(const T* p, int64_t p_stride, const P* v, int count, F32x16* out)
 //       out[i] += sum over j of p[i][j] v[j], j ascending, in ``load_pairs``'s lanes; count is a multiple of PER_LANE<T>
+//   the next two only where there can be a matrix unit, for T = bf16 and ``count`` queries, at most 32:
+//   void score_in_tiles(int count, const bf16* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
+//                       int64_t to_stride)
+//       scores of ``groups`` times 16 keys, ``words`` vectors of ``transpose_keys`` each
+//   void add_values_in_tiles(int count, const bf16* p, int64_t stride, const KeyLanes* values, int steps, int vectors, F32x16* sums)
+//       sums[i] += the sum of the values of ``steps`` times 32 keys, weighed by p[i], in ``load_pairs``'s lanes, 16 ``vectors``
+//       channels; for each 32 keys and each vector, ``values`` has a line for each of 16 pairs of keys
 #pragma once
 
 #include <cpuid.h>
