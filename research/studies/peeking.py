@@ -312,4 +312,5 @@ STUDY = Study(
     chart=_chart,
     measure=_measure,
     limit=128,
+    command="python research/study.py peeking --dtype bfloat16 --data DIR --out benchmarks/study-peeking-DATE.json",
 )
