@@ -449,7 +449,7 @@ class Attention {
   template <int NE>
   void finish(int i, int done, float total) {
     constexpr int STEP = PER_LANE<Q>;
-    const Q* p = reinterpret_cast<const Q*>(p_ + i * width_);  // see ``softmax``
+    const Q* p = weights_of(i);
     F32x16* acc = sums_ + i * NE;
     const int node = node_of(i), from = begin_of(node), end = end_of(node) - from;
     alignas(64) P converted[STEP][16 * NE];
