@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int TILE_ROWS = 5, QUANTIZED_TILE_ROWS = 3, MAX_TILE_ROWS = 5, ACCUMULATORS = 7;
-constexpr bool matrix_tiles = false;
+constexpr bool MATRIX_UNIT = false, matrix_tiles = false;
 
 // ---- types --------------------------------------------------------------------------------------------------------
 

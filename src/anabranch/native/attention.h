@@ -343,7 +343,7 @@ class Attention {
         const int at = k + 16 * g, have = std::min(16, span_ - at);
         transpose_keys(keys_.at(at, have, tile_), have, s_.e, transposed + g * words);
       }
-      if constexpr (std::is_same<Q, bf16>::value)
+      if constexpr (MATRIX_UNIT && std::is_same<Q, bf16>::value)
         if (in_tiles()) {
           score_in_tiles(task_.count, q_, s_.e, transposed, words, groups, p_ + k, width_);
           continue;
@@ -500,7 +500,7 @@ class Attention {
   }
 
   NOINLINE void weigh_values_in_tiles(const float* total) {
-    if constexpr (std::is_same<Q, bf16>::value) {
+    if constexpr (MATRIX_UNIT && std::is_same<Q, bf16>::value) {
       const int vectors = s_.e / 16, from = from_ / BLOCK * BLOCK;
       int last = 0;
       for (int i = 0; i < task_.count; ++i) last = std::max(last, end_of(node_of(i)));

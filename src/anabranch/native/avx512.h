@@ -20,6 +20,7 @@ bool matrix_tiles = false;
 #else
 constexpr bool PAIRS = false, matrix_tiles = false;
 #endif
+constexpr bool MATRIX_UNIT = PAIRS;
 constexpr int MAX_TILE_ROWS = PAIRS ? 32 : TILE_ROWS;  // AMX: two tiles of 16 rows
 
 // ---- vectors -----------------------------------------------------------------------------------------------------

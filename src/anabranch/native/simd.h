@@ -9,6 +9,7 @@
 //   TILE_ROWS            rows that share one read of a block of weights in bf16 or float
 //   QUANTIZED_TILE_ROWS  the same for weights in int8 and int4
 //   MAX_TILE_ROWS        the largest number of rows that ``multiply_tile`` takes
+//   MATRIX_UNIT          whether there can be a matrix unit
 //   ACCUMULATORS         F32x16 accumulators that registers hold while attention scores are computed
 //
 // ---- types ----
