@@ -81,8 +81,8 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figure 4", "quality with future tokens in sight", "reproduced"),
-        "[here](#peeking-at-future-tokens), with 4 true tokens in sight, after a short LoRA tuning: accuracy rises from "
-        "67.1 to 72.5 %, and ROUGE-1 of 128 texts generated in this way by 4.6 points (2.0 to 7.2)",
+        "[here](#peeking-at-future-tokens), with 4 true tokens in sight, after a short LoRA tuning: accuracy rises "
+        "from 67.1 to 72.5 %, and ROUGE-1 of 128 texts generated in this way by 4.6 points (2.0 to 7.2)",
     ),
     Item(
         *(ACL, "figure 5", "similarity of stream states to true states", "reproduced"),
