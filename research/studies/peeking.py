@@ -119,7 +119,7 @@ def written(
 ) -> list[list[int]]:
     """Greedy completions [at most MOST each], each token with the reference's next gamma tokens beyond it in sight.
 
-    All texts are written side by side. Their keys and values are kept, those of rows in sight and predicting rows not.
+    All texts are written side by side. Their keys and values are kept; those of the other rows are dropped.
     """
     sides: Any = terms
     texts, found = [list(example.prompt_ids) for example in examples], [list[int]() for _ in examples]
@@ -275,10 +275,10 @@ def _table(result: Result) -> Table:
         for stage in ("untrained", "tuned"):
             numbers += [f"{record[stage]['loss']:.3f}", f"{record[stage]['accuracy']:.1%}"]
         for key in columns:
-            told = "quality" in record
-            numbers += (
-                [percent(record["quality"][key]), signed_percent(record["difference"][key])] if told else ["-", "-"]
-            )
+            if "quality" in record:
+                numbers += [percent(record["quality"][key]), signed_percent(record["difference"][key])]
+            else:
+                numbers += ["-", "-"]  # no texts are generated with the literal mask
         rows.append([record["mask"], record["gamma"], *numbers])
     titles = ("mask", "gamma", "loss untuned", "accuracy untuned", "loss tuned", "accuracy tuned")
     for title in columns.values():
