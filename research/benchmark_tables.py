@@ -5,6 +5,7 @@ A function takes the parsed file and returns lines of Markdown. A file of no kno
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -349,6 +350,52 @@ def throughput(results: Mapping[str, Result]) -> list[str]:
     ]
 
 
+def _served(result: Result) -> list[str]:
+    """Loads of servers (``research/serve_load.py``): throughput by load, then every latency."""
+    loads: dict[str, dict[str, list[Result]]] = {}
+    for record in result["loads"]:
+        share = record.get("share_of_capacity")
+        name = f"{share} of capacity" if share else str(record["clients"])
+        loads.setdefault(name, {}).setdefault(record["arm"], []).append(record)
+    arms = list(dict.fromkeys(record["arm"] for record in result["loads"]))
+    rates = {load: {arm: _served_rate(records) for arm, records in by_arm.items()} for load, by_arm in loads.items()}
+    rows, latencies = [], []
+    for load, by_arm in loads.items():
+        plain = rates[load].get("none")
+        closed = "capacity" not in load  # at random times, each arm is sent requests at a rate of its own
+        cells = [
+            "-"
+            if arm not in by_arm
+            else f"{rate:.0f} ({rate / plain:.2f})"
+            if plain and closed and arm != "none"
+            else f"{rate:.0f}"
+            for arm, rate in ((arm, rates[load].get(arm, 0.0)) for arm in arms)
+        ]
+        rows.append((load, next(iter(by_arm.values()))[0]["requests"], *cells))
+        for arm in by_arm:
+            for record in by_arm[arm]:
+                times = [
+                    " / ".join(f"{value:,.0f}" for value in record[key].values()) for key in ("ttft_ms", "tpot_ms")
+                ]
+                latencies.append((load, f"`{arm}`", *times, record.get("failed", {}).get("count", 0)))
+    named = ", ".join(f"`{arm}` is `{options}`" for arm, options in result["arms"].items())
+    return [
+        f"Tokens/s by the number of clients, prompts of {result['suite']}, at most {result['new_tokens']} new tokens, "
+        f"means over rounds; in brackets over `none`. {named}.",
+        "",
+        *table(("clients", "requests", *(f"`{arm}`" for arm in arms)), rows),
+        "Milliseconds to the first text, and from text to text by token: the median, the 95th and the 99th percentile "
+        "of each round, and the requests that failed.",
+        "",
+        *table(("clients", "server", "to the first text", "by token", "failed"), latencies, left=2),
+    ]
+
+
+def _served_rate(records: Sequence[Result]) -> float:
+    """The mean tokens/s of the rounds of a load."""
+    return float(statistics.mean(record["tokens_per_second"] for record in records))
+
+
 def _methods(result: Result) -> list[str]:
     """Trained and model-free methods (``research/compare_methods.py``), which have a page of their own."""
     names = ", ".join(f"`{method['name']}`" for method in result["compared"])
@@ -367,6 +414,7 @@ def _study(result: Result) -> list[str]:
 KINDS: tuple[tuple[str, tuple[str, ...], Callable[[Result], list[str]]], ...] = (
     ("Drafters and other engines", ("contenders", "prompts_done"), comparison),
     ("Several prompts at a time", ("contenders", "results"), _listed),
+    ("Servers under load", ("loads", "arms", "new_tokens"), _served),
     ("Methods", ("compared",), _methods),
     ("Long context", ("passages", "rows"), _long_context),
     ("Exactness", ("methods", "what"), _exactness),

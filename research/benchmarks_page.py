@@ -22,6 +22,7 @@ ENGINES = "Drafters and other engines"
 QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, kinds of results
     ("engines", "How fast is it compared with other engines?", (ENGINES,)),
     ("load", "What is left of the gain with several prompts at a time?", ("Several prompts at a time",)),
+    ("serving", "How do servers compare under load?", ("Servers under load",)),
     ("context", "What happens at long context?", ("Long context",)),
     ("exactness", "Are the tokens those of plain decoding?", ("Certificates", "Exactness")),
     (

@@ -13,11 +13,14 @@ Servers of peers (docs/peers.md): research/llama_server.py, research/openvino_se
 
 ``--arm`` starts ``anabranch serve`` with these options; ``--server`` names one that runs already and has OpenAI's
 interface. All are up at the same time, and one of them is loaded at a time, in turns: all arms at one load, then all at
-the next. The same prompts in the same order go to each; answers are greedy and end at ``--new`` tokens at the latest.
-Clients run in this process, on the same cores as the servers.
+the next. The same prompts in the same order go to each, in every load behind a mark of its own, so that no server finds
+them in memory from an earlier load. Answers are greedy and end at ``--new`` tokens at the latest. Clients run in this
+process, on the same cores as the servers.
 
-closed loop   N clients, each sends its next request when the last one was answered
-Poisson       requests at a share of the arm's own throughput in the closed loop with the most clients
+closed loop   N clients, each sends its next request when the last one was answered; two requests for each client, and
+              at least ``--requests``
+Poisson       twice ``--requests`` at random times, at a share of the arm's own throughput in the closed loop with the
+              most clients
 
 TTFT: seconds from sending to the first text. TPOT: seconds between the first and the last text, by token after the
 first. Both over all requests of a load.
@@ -35,7 +38,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,24 +211,30 @@ async def load(url: str, prompts: Sequence[str], new: int, clients: int, rate: f
         return measured(answers, time.perf_counter() - began)
 
 
-def run(args: argparse.Namespace, urls: dict[str, str], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """All loads, the arms in turn within each."""
+def run(
+    args: argparse.Namespace, arms: Mapping[str, str], servers: Mapping[str, str], texts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """All loads of ours (``arms``) and of other servers, by their URLs, in turn within each load."""
+    urls = {**arms, **servers}
     found: list[dict[str, Any]] = []
     for url in urls.values():
         asyncio.run(load(url, texts[:2], args.new, 1, None))  # warm
     capacity: dict[str, float] = {}
     kinds = [(clients, None) for clients in args.clients] + [(max(args.clients), share) for share in args.shares]
     for clients, share in kinds:
-        count = min(len(texts), max(args.requests, 2 * clients))
+        count = min(len(texts), 2 * args.requests if share else max(args.requests, 2 * clients))
+        peers = args.server_clients is None or (share is None and clients in args.server_clients)
+        names = [name for name in urls if name in arms or peers]
         for turn in range(args.rounds):
-            for name in list(urls) if turn % 2 == 0 else list(urls)[::-1]:
+            marked = [f"({share or clients}, {turn}) {text}" for text in texts[:count]]
+            for name in names if turn % 2 == 0 else names[::-1]:
                 rate = None if share is None else share * capacity[name]
-                record = asyncio.run(load(urls[name], texts[:count], args.new, clients, rate))
+                record = asyncio.run(load(urls[name], marked, args.new, clients, rate))
                 kind = {"clients": clients} if share is None else {"share_of_capacity": share}
                 found.append({"arm": name, "round": turn, **kind, **record})
                 say(f"{name}, {kind}: {record['tokens_per_second']} tokens/s, {record['ttft_ms']}")
         if share is None and clients == max(args.clients):
-            for name in urls:
+            for name in names:
                 mine = [r["requests_per_second"] for r in found if r["arm"] == name and r.get("clients") == clients]
                 capacity[name] = statistics.median(mine)
     return found
@@ -252,6 +261,7 @@ def parse() -> argparse.Namespace:
     add("--model", default="default", help="the model that the arms serve")
     add("--arm", action="append", default=[], metavar="LABEL=OPTIONS", help="start a server with these options")
     add("--server", action="append", default=[], metavar="LABEL=URL", help="a server that runs already")
+    add("--server-clients", type=int, nargs="*", help="closed loops that --server takes part in; default: all loads")
     add("--suite", default="own", help="prompts: own, spec_bench:60, ...")
     add("--data", type=Path, help="folder with the suites")
     add("--clients", type=int, nargs="*", default=CLIENTS, help="clients of the closed loops")
@@ -280,7 +290,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     random.Random(0).shuffle(texts)  # suites are sorted by task, and small loads take the first prompts
     with ExitStack() as stack:
         running = {label: stack.enter_context(started(label, words, args.model)) for label, words in arms.items()}
-        loads = run(args, running | urls, texts)
+        loads = run(args, running, urls, texts)
     return {"arms": arms, "suite": Path(args.suite).name, "new_tokens": args.new, "loads": loads}
 
 

@@ -39,6 +39,7 @@ def test_loads_of_two_servers_in_turn(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [record["arm"] for record in loads] == ["one", "two", "two", "one"] * 3
     assert {record.get("clients", record.get("share_of_capacity")) for record in loads} == {1, 4, 0.9}
     for record in loads:
+        assert record["requests"] == (8 if "share_of_capacity" in record or record["clients"] == 4 else 6)
         assert "failed" not in record
         assert record["tokens"] > record["requests"] - 2
         assert record["ttft_ms"]["p50"] <= record["ttft_ms"]["p95"] <= record["ttft_ms"]["p99"]

@@ -380,46 +380,61 @@ inline void release_tiles() {
   configured_rows = 0;
 }
 
+// Sums of up to 32 rows and 32 columns in tiles 0 to 3. The second 16 columns lie behind the first; the second 16 rows are
+// left out where there are none.
+inline void load_sums(int rows, const void* from, int64_t stride) {
+  const char *first = static_cast<const char*>(from), *second = first + 16 * stride;
+  _tile_loadd(0, first, stride);
+  _tile_loadd(1, first + 64, stride);
+  if (rows > 16) {
+    _tile_loadd(2, second, stride);
+    _tile_loadd(3, second + 64, stride);
+  }
+}
+
+inline void store_sums(int rows, void* to, int64_t stride, int columns = 32) {
+  char *first = static_cast<char*>(to), *second = first + 16 * stride;
+  _tile_stored(0, first, stride);
+  if (rows > 16) _tile_stored(2, second, stride);
+  if (columns <= 16) return;
+  _tile_stored(1, first + 64, stride);
+  if (rows > 16) _tile_stored(3, second + 64, stride);
+}
+
+// Adds the products of 32 values of each row with two weight tiles of 16 columns.
+inline void add_products(int rows, const bf16* x, int64_t stride, const void* one, const void* other, int line) {
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(bf16));
+  _tile_loadd(4, x, bytes);
+  _tile_loadd(6, one, line);
+  _tile_loadd(7, other, line);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (rows > 16) {
+    _tile_loadd(5, x + 16 * stride, bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // ``multiply_tile`` in AMX tiles, 32 values of k at a time. Packed blocks have the layout of weight tiles: a line of 128
 // bytes for each pair of k, one half for each 16 outputs.
 template <int LINES>
 inline void multiply_amx(int count, const bf16* x, int64_t stride, const bf16* block, int width, const char* next,
                          Sums& acc) {
   constexpr int LINE = 2 * BLOCK * static_cast<int>(sizeof(bf16));
-  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16));
   configure_tiles(count);
   memory_barrier(acc);
-  _tile_loadd(0, &acc[0][0], LINE);
-  _tile_loadd(1, &acc[0][1], LINE);
-  if (count > 16) {
-    _tile_loadd(2, &acc[16][0], LINE);
-    _tile_loadd(3, &acc[16][1], LINE);
-  }
+  load_sums(count, acc, LINE);
   for (int k = 0; k < width; k += BLOCK) {
     const bf16* weights = block + static_cast<int64_t>(k) * BLOCK;
     for (int i = 0; i < 16 * LINES; ++i) prefetch(next + 32 * LINES * static_cast<int64_t>(k) + 64 * i);
-    _tile_loadd(4, x + k, row);
-    _tile_loadd(6, weights, LINE);
-    _tile_loadd(7, weights + BLOCK, LINE);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (count > 16) {
-      _tile_loadd(5, x + 16 * stride + k, row);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    add_products(count, x + k, stride, weights, weights + BLOCK, LINE);
   }
-  _tile_stored(0, &acc[0][0], LINE);
-  _tile_stored(1, &acc[0][1], LINE);
-  if (count > 16) {
-    _tile_stored(2, &acc[16][0], LINE);
-    _tile_stored(3, &acc[16][1], LINE);
-  }
+  store_sums(count, acc, LINE);
 }
 
 inline void score_in_tiles(int count, const bf16* q, int64_t stride, const KeyLanes* keys, int words, int groups, float* to,
                            int64_t to_stride) {
-  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16)), line = to_stride * static_cast<int64_t>(sizeof(float));
   configure_tiles(count);
   memory_barrier(keys);
   for (int g = 0; g < groups; g += 2) {
@@ -431,60 +446,24 @@ inline void score_in_tiles(int count, const bf16* q, int64_t stride, const KeyLa
       _tile_zero(2);
       _tile_zero(3);
     }
-    for (int d = 0; d < words; d += 16) {
-      _tile_loadd(4, q + 2 * d, row);
-      _tile_loadd(6, one + d, 64);
-      _tile_loadd(7, other + d, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if (count > 16) {
-        _tile_loadd(5, q + 16 * stride + 2 * d, row);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-    }
-    float* scores = to + 16 * g;
-    _tile_stored(0, scores, line);
-    if (count > 16) _tile_stored(2, scores + 16 * to_stride, line);
-    if (other == one) break;
-    _tile_stored(1, scores + 16, line);
-    if (count > 16) _tile_stored(3, scores + 16 * to_stride + 16, line);
+    for (int d = 0; d < words; d += 16) add_products(count, q + 2 * d, stride, one + d, other + d, 64);
+    store_sums(count, to + 16 * g, to_stride * static_cast<int64_t>(sizeof(float)), other == one ? 16 : 32);
   }
   memory_barrier(to);
 }
 
 inline void add_values_in_tiles(int count, const bf16* p, int64_t stride, const KeyLanes* values, int steps, int vectors,
                                 F32x16* sums) {
-  const int64_t row = stride * static_cast<int64_t>(sizeof(bf16)), line = vectors * static_cast<int64_t>(sizeof(F32x16));
+  const int64_t line = vectors * static_cast<int64_t>(sizeof(F32x16));
   configure_tiles(count);
   memory_barrier(values);
   for (int c = 0; c < vectors; c += 2) {
-    F32x16 *first = sums + c, *second = first + 16 * vectors;
-    _tile_loadd(0, first, line);
-    _tile_loadd(1, first + 1, line);
-    if (count > 16) {
-      _tile_loadd(2, second, line);
-      _tile_loadd(3, second + 1, line);
-    }
+    load_sums(count, sums + c, line);
     for (int step = 0; step < steps; ++step) {
       const KeyLanes* pairs = values + 16 * (step * vectors + c);
-      _tile_loadd(4, p + BLOCK * step, row);
-      _tile_loadd(6, pairs, 64);
-      _tile_loadd(7, pairs + 16, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if (count > 16) {
-        _tile_loadd(5, p + 16 * stride + BLOCK * step, row);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      add_products(count, p + BLOCK * step, stride, pairs, pairs + 16, 64);
     }
-    _tile_stored(0, first, line);
-    _tile_stored(1, first + 1, line);
-    if (count > 16) {
-      _tile_stored(2, second, line);
-      _tile_stored(3, second + 1, line);
-    }
+    store_sums(count, sums + c, line);
   }
   memory_barrier(sums);
 }
