@@ -34,6 +34,28 @@ def test_the_model_sees_tools_and_earlier_calls(caller: Server) -> None:
     assert caller.ask("/tokenize", messages=talk[:1], tools=[])["tokens"] == caller.reference.chat_ids(talk[:1])
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 30}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 30}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 30}),
+    ],
+)
+def test_an_empty_list_of_tools_means_none(caller: Server, speaking: Any, path: str, body: dict[str, Any]) -> None:
+    expected = len(caller.reference.chat_ids([{"role": "user", "content": "a"}]))
+    speaking(CALL)
+    found = caller.ask(path, **body, tools=[])
+    usage = found["usage"]
+    cached = usage.get("cache_read_input_tokens", 0)  # which only messages count apart
+    assert usage.get("prompt_tokens", usage.get("input_tokens", 0) + cached) == expected
+    text = found["choices"][0]["message"] if "choices" in found else (found.get("output") or [found])[0]["content"][0]
+    assert text.get("content", text.get("text")) == CALL
+    forced: dict[str, Any] = {"type": "any"} if path == "/v1/messages" else {"type": "function", "name": "look"}
+    refused = caller.post(path, **body, tools=[], tool_choice="required" if path == CHAT else forced)
+    assert (refused.status_code, "not among the request's tools" in refused.text) == (400, True)
+
+
 def test_templates_without_tools_get_them_in_words(server: Server) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "tool", "tool_call_id": "c", "content": "seen"}]
     text = server.reference.tokenizer.decode(server.ask("/tokenize", messages=talk, tools=[TOOL])["tokens"])
