@@ -31,17 +31,18 @@ IDS, MASK = "input_ids", "attention_mask"
 UNUSED = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length", "num_truncated_tokens"}
 
 
-def read_prompts(prompt: Any, tokenizer: Any) -> tuple[bool, list[list[int]]]:
+def read_prompts(prompt: Any, tokenizer: Any, **options: Any) -> tuple[bool, list[list[int]]]:
     """Return whether ``prompt`` is a single prompt, and the token ids of each prompt.
 
     An integer tensor or array is one prompt if it has one dimension [L], and a list of prompts if it has two [B, L].
     The same holds for a tokenizer's encoding (``BatchEncoding``, or any mapping with ``input_ids``); padding at either
     end, as marked by its ``attention_mask``, is removed.
+    ``options`` are those of the tokenizer's ``encode``.
 
     Raises InputError for any other type, for an empty prompt, and for a mask that hides tokens inside a prompt.
     """
     if isinstance(prompt, str):
-        return True, [_encode(prompt, tokenizer)]
+        return True, [_encode(prompt, tokenizer, **options)]
     if isinstance(prompt, Mapping):
         return _encoding(prompt)
     if isinstance(prompt, Tensor | np.ndarray):
@@ -52,7 +53,7 @@ def read_prompts(prompt: Any, tokenizer: Any) -> tuple[bool, list[list[int]]]:
         raise InputError(EMPTY)
     if (ids := _ids(prompt)) is not None:
         return True, [ids]
-    return False, [_one(item, tokenizer) for item in prompt]
+    return False, [_one(item, tokenizer, **options) for item in prompt]
 
 
 def check_stream(prompts: int) -> None:
@@ -95,9 +96,12 @@ def conversation_ids(
     tokenizer: Any,
     model: str = "this model",
     template: ChatTemplate | None = None,
+    *,
+    add_special_tokens: bool = False,
 ) -> list[int]:
     """The token ids of a conversation in the tokenizer's chat template, ending where the answer begins or continues.
 
+    ``add_special_tokens`` lets the tokenizer add BOS and the like, which templates usually write themselves.
     Raises InputError for a conversation that the template rejects, and CapabilityError if ``model`` has no template.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
@@ -114,7 +118,7 @@ def conversation_ids(
     if template.continue_final_message is None:
         template = replace(template, continue_final_message=_resumes(messages[-1]))
     text = render_chat(tokenizer, messages, model, template)
-    if not (ids := _tokenize(text, tokenizer, add_special_tokens=False)):
+    if not (ids := _tokenize(text, tokenizer, add_special_tokens=add_special_tokens)):
         raise InputError(f"the chat template of {model} makes an empty prompt of this conversation")
     return ids
 
@@ -151,17 +155,17 @@ def _tokenize(text: str, tokenizer: Any, **options: Any) -> list[int]:
     return encode(tokenizer, text, **options)
 
 
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    ids = _tokenize(text, tokenizer)
+def _encode(text: str, tokenizer: Any, **options: Any) -> list[int]:
+    ids = _tokenize(text, tokenizer, **options)
     if not text or not ids:
         raise InputError(EMPTY)
     return ids
 
 
-def _one(item: Any, tokenizer: Any) -> list[int]:
+def _one(item: Any, tokenizer: Any, **options: Any) -> list[int]:
     """The ids of one prompt of a list."""
     if isinstance(item, str):
-        return _encode(item, tokenizer)
+        return _encode(item, tokenizer, **options)
     if isinstance(item, Tensor | np.ndarray | Mapping):
         single, lists = _encoding(item) if isinstance(item, Mapping) else _array(item)
         if not single and len(lists) > 1:

@@ -236,11 +236,13 @@ def test_log_lines_have_ids_and_counts_but_no_text(server: Server, caplog: pytes
         )
         other = server.post(COMPLETIONS, prompt="secret words", max_tokens=2)
         assert given.headers["x-request-id"] == "mine-1"
-        names = {"mine-1", other.headers["x-request-id"]}
+        counted = server.post("/tokenize", prompt="secret words", hint=1)
+        names = {"mine-1", other.headers["x-request-id"], counted.headers["x-request-id"]}
         until(lambda: names <= {line.get("request_id") for line in logged(caplog)})  # others may still be on their way
     lines = logged(caplog)
     first = next(line for line in lines if line.get("request_id") == "mine-1")
     assert (first["status"], first["completion_tokens"], first["ignored"]) == (200, 2, ["hint"])
+    assert [line["ignored"] for line in lines if line.get("path") == "/tokenize"] == [["hint"]]
     assert "secret" not in json.dumps(lines)
 
 

@@ -41,7 +41,9 @@ def test_a_request_of_codex(caller: Server) -> None:
     expected = caller.reference.generate(prompt, max_new_tokens=8)
     body = {**CODEX, "model": None}
     response = caller.post(RESPONSES, **body)
-    ignored = "include, prompt_cache_key, reasoning, store, tools[custom], tools[web_search]"
+    ignored = (
+        "include[reasoning.encrypted_content], prompt_cache_key, reasoning, store, tools[custom], tools[web_search]"
+    )
     assert response.headers["x-anabranch-ignored"] == ignored
     found = response.json()
     assert (found["object"], found["status"]) == ("response", "incomplete")

@@ -93,17 +93,18 @@ class Log:
     def _of_call(self, state: State) -> dict[str, Any]:
         call: Call | None = getattr(state, "call", None)
         traced = {"trace_id": state.trace} if hasattr(state, "trace") else {}
+        unused = list((getattr(state, "unused", ()) if call is None else call.unused)[:32])
+        named = {"ignored": unused} if unused else {}
         if call is None:
-            return traced
+            return traced | named
         outputs = [job.output for job in call.jobs if job.output is not None]
         fields: dict[str, Any] = {
             **traced,
             "prompt_tokens": sum(map(len, call.prompts)),
             "completion_tokens": sum(len(output.tokens) for output in outputs),
             "steps": sum(output.stats.steps for output in outputs),
+            **named,
         }
-        if call.unused:
-            fields["ignored"] = list(call.unused[:32])
         if self.tokenizer is not None and outputs:
             fields["prompts"] = [self.tokenizer.decode(ids) for ids in call.prompts]
             fields["answers"] = [output.detokenizer.text for output in outputs]

@@ -45,6 +45,7 @@ class ChatBody(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="whether the tokenizer adds BOS to the template's text")
     anabranch: Extension | None = Field(None, description="options that only this server has")
 
     @property
@@ -63,6 +64,7 @@ class ChatBody(Sampling):
             single=self.parallel_tool_calls is False,
             variables=self.chat_template_kwargs or {},
             resumes=self.continue_final_message,
+            special=bool(self.add_special_tokens),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -16,7 +16,7 @@ from anabranch.decoding.generation import Generation
 from anabranch.decoding.scoring import Score
 from anabranch.prompts import read_prompts
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import NEUTRAL, Items, Sampling
+from anabranch.serve.fields import Items, Sampling
 from anabranch.serve.jobs import ScoreJob
 from anabranch.serve.service import Call, Service
 from anabranch.serve.usage import completion_log_probs, scored, speculation, stop_string, usage
@@ -33,12 +33,11 @@ NEW = 16  # tokens of an answer whose request gives no limit, as in OpenAI's API
 class CompletionBody(Sampling):
     """A request for a completion."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": ("",)}
-
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool | None = Field(None, description="whether texts begin with BOS, where the model has one")
 
 
 @router.post(PATH, responses=STREAMS)
@@ -55,7 +54,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
 def _call(service: Service, body: CompletionBody) -> Call:
     lora, unused = service.lora_of(body.model), body.unused()
-    _, prompts = read_prompts(body.prompt, service.model.tokenizer)
+    special = body.add_special_tokens is not False
+    _, prompts = read_prompts(body.prompt, service.model.tokenizer, add_special_tokens=special)
     keywords, n = body.keywords(service.model.target.generation), body.n or 1
     if lora is not None:
         keywords["lora"] = lora

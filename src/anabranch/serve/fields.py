@@ -1,4 +1,4 @@
-"""Fields of requests: checked, named if they have no effect, refused if they would change the text unsupported.
+"""Fields of requests: checked, named if they have no effect, refused if they would change the answer unsupported.
 
 Types and ranges are pydantic's; values that decoding itself checks are left to ``declared``, whose messages name them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,48 +15,32 @@ from pydantic import BaseModel, ConfigDict, Field
 from anabranch.declared import Keywords
 from anabranch.model.generation_config import GenerationDefaults
 from anabranch.serve.failures import RequestError
-from anabranch.serve.structure import structure_of
+from anabranch.serve.foreign import FOREIGN, Foreign
+from anabranch.serve.structure import VLLM, structure_of
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["NEUTRAL", "Body", "Items", "Sampling", "StreamOptions"]
+__all__ = ["Body", "Items", "Sampling", "StreamOptions"]
 
 T = TypeVar("T")
 # pydantic notes every wrong item otherwise: 2 GiB and 6 seconds for a million of them
 Items = Annotated[list[T], Field(fail_fast=True)]
 
-# fields that would change the text, with the values at which they do not; null is one for each
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True, False),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "typical_p": (1,),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "chat_template": (),
-    "grammar": ("",),  # llama.cpp's, in a language of its own
-    "json_schema": (),
-    "structural_tag": (),
-    "functions": ([],),
-    "function_call": ("none",),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "background": (False,),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "truncation": ("disabled", "auto"),
+
+class StreamOptions(BaseModel):
+    """Options of a stream: whether its end, or each chunk, has the usage. Unknown ones are kept, to be named."""
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+# the keys that have an effect in fields that are objects
+KEYS: Mapping[str, Sequence[str]] = {
+    "output_config": ("format",),
+    "stream_options": tuple(StreamOptions.model_fields),
+    "structured_outputs": VLLM,
+    "text": ("format",),
 }
 
 
@@ -64,23 +48,34 @@ class Body(BaseModel):
     """A request's body. Unknown fields are kept, to be named."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    foreign: ClassVar[Mapping[str, Foreign]] = FOREIGN
 
     model: str | None = Field(None, description="the model's name, or that of a loaded LoRA")
 
     def unused(self) -> list[str]:
-        """The names of fields that have no effect. Raises RequestError for one that would change the text."""
+        """The names of fields that have no effect. Raises RequestError for one that would change the answer."""
         names = []
-        for name, value in (self.model_extra or {}).items():
+        for name, value in self.extras():
+            known = self.foreign.get(name)
             if value is None:
                 continue
-            if name not in self.refused:
+            if known is None or known.hint:
                 names.append(name)
-            elif value not in self.refused[name]:
+                continue
+            use = next((field for field in known.use if field in type(self).model_fields), None)
+            if value not in known.neutral and (use is None or value != getattr(self, use)):
+                advice = "leave it out" if use is None else f"use {use} instead"
                 raise RequestError(
-                    400, f"{name}={shown(value)} is not supported and would change the answer; leave it out", param=name
+                    400, f"{name}={shown(value)} is not supported and would change the answer; {advice}", param=name
                 )
         return sorted(names)
+
+    def extras(self) -> Iterator[tuple[str, Any]]:
+        """The names and values of fields, and of keys within fields, that the interface lacks."""
+        yield from (self.model_extra or {}).items()
+        for field, keys in KEYS.items():
+            given = dict(getattr(self, field) or {}) if field in type(self).model_fields else {}
+            yield from ((f"{field}.{key}", value) for key, value in given.items() if key not in keys)
 
 
 STRUCTURES = (
@@ -88,13 +83,6 @@ STRUCTURES = (
     "structured_outputs",
     *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")),
 )
-
-
-class StreamOptions(BaseModel):
-    """Options of a stream: whether its end, or each chunk, has the usage."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class Sampling(Body):

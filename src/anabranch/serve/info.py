@@ -14,8 +14,9 @@ from anabranch.prompts import read_prompts
 from anabranch.serve.conversation import template_messages, tools_of
 from anabranch.serve.failures import FAILURES, RequestError
 from anabranch.serve.fields import Body, Items
+from anabranch.serve.foreign import PROMPT
 from anabranch.serve.metrics import CONTENT_TYPE
-from anabranch.serve.service import Service
+from anabranch.serve.service import Service, ignored
 from anabranch.serve.turns import Turn, prompt_of
 from anabranch.serve.usage import token_text
 from anabranch.serve.wire import Json
@@ -114,11 +115,13 @@ async def embeddings() -> Response:
 class TokenizeBody(Body):
     """A text, or a conversation, to tokenize; ``content`` is llama.cpp's name of ``prompt``."""
 
+    foreign = PROMPT
+
     prompt: str | None = None
     content: str | None = None
     messages: Items[dict[str, Any]] | None = Field(None, min_length=1)
     tools: Items[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(None, description="null: for texts only")
     return_token_strs: bool | None = None
 
 
@@ -126,29 +129,31 @@ class TokenizeBody(Body):
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """The token ids of a text or a conversation."""
     service = _service(request)
-    body.unused()
+    request.state.unused = unused = body.unused()
     ids = await run_in_threadpool(_ids, service, body)
     said: dict[str, Any] = {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         said["token_strs"] = [token_text(service.model.tokenizer, token) for token in ids]
-    return Json(said)
+    return Json(said, headers=ignored(unused))
 
 
 def _ids(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return prompt_of(service, Turn(template_messages(body.messages), tools_of(body.tools)))
+        special = bool(body.add_special_tokens)
+        return prompt_of(service, Turn(template_messages(body.messages), tools_of(body.tools), special=special))
     text = body.content if body.prompt is None else body.prompt
     if text is None:
         raise RequestError(400, "give a prompt or messages to tokenize", param="prompt")
     if not text:
         return []
-    if body.add_special_tokens:
-        return read_prompts(text, service.model.tokenizer)[1][0]
-    return [int(token) for token in service.model.tokenizer.encode(text, add_special_tokens=False)]
+    special = body.add_special_tokens is not False
+    return read_prompts(text, service.model.tokenizer, add_special_tokens=special)[1][0]
 
 
 class DetokenizeBody(Body):
     """Token ids to turn into text."""
+
+    foreign = PROMPT
 
     tokens: Items[int]
     return_token_strs: bool | None = None
@@ -158,6 +163,7 @@ class DetokenizeBody(Body):
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids."""
     service = _service(request)
+    request.state.unused = unused = body.unused()
     vocabulary = service.model.target.config.vocab_size
     if wrong := [token for token in body.tokens if not 0 <= token < vocabulary]:
         raise RequestError(400, f"tokens has {wrong[0]}, but the vocabulary ends at {vocabulary - 1}", param="tokens")
@@ -165,4 +171,4 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     said: dict[str, Any] = {"prompt": text, "content": text}
     if body.return_token_strs:
         said["token_strs"] = [token_text(service.model.tokenizer, token) for token in body.tokens]
-    return Json(said)
+    return Json(said, headers=ignored(unused))

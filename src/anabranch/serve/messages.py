@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -18,8 +18,9 @@ from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import NEUTRAL, Items, Sampling
-from anabranch.serve.service import Call, Service
+from anabranch.serve.fields import Items, Sampling
+from anabranch.serve.foreign import FOREIGN, PROMPT, Foreign
+from anabranch.serve.service import Call, Service, ignored
 from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, prompt_of, style
 from anabranch.serve.usage import stop_string, usage
@@ -36,7 +37,7 @@ BILLING = "x-anthropic-billing-header"  # a system line of Claude Code that diff
 class CountBody(Sampling):
     """A conversation whose tokens are counted."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "mcp_servers": ([],), "container": ()}
+    foreign: ClassVar[Mapping[str, Foreign]] = PROMPT
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     system: str | Items[dict[str, Any]] | None = None
@@ -57,17 +58,18 @@ class CountBody(Sampling):
         tools, _ = self._tools()
         return Turn(messages, tools, named, single=bool(choice.get("disable_parallel_tool_use")))
 
-    def unused(self) -> list[str]:
+    def extras(self) -> Iterator[tuple[str, Any]]:
         """As for other bodies, with the tools that a server of Anthropic's would run."""
-        return sorted([*super().unused(), *self._tools()[1]])
+        yield from super().extras()
+        yield from ((f"tools[{kind}]", True) for kind in self._tools()[1])
 
     def _tools(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """The functions in OpenAI's form, and the names of other tools."""
+        """The functions in OpenAI's form, and the kinds of other tools."""
         functions: list[dict[str, Any]] = []
         others: list[str] = []
         for tool in self.tools or ():
             if tool.get("type") not in (None, "custom"):
-                others.append(f"tools[{tool['type']}]")
+                others.append(str(tool["type"]))
                 continue
             if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema") or {}, dict):
                 raise RequestError(400, f"a tool must have a name and an input_schema, got {tool!r}", param="tools")
@@ -79,6 +81,8 @@ class CountBody(Sampling):
 
 class MessagesBody(CountBody):
     """A request for a message."""
+
+    foreign = FOREIGN
 
     max_tokens: int = Field(ge=1)
 
@@ -121,8 +125,9 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 async def count_tokens(body: CountBody, request: Request) -> Response:
     """Count the tokens of a conversation."""
     service: Service = request.app.state.service
+    request.state.unused = unused = body.unused()
     ids = await run_in_threadpool(prompt_of, service, body.turn())
-    return Json({"input_tokens": len(ids)})
+    return Json({"input_tokens": len(ids)}, headers=ignored(unused))
 
 
 @router.post(PATH, responses=STREAMS)

@@ -42,6 +42,7 @@ class ResponsesBody(Sampling):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    include: Items[str] | None = None
 
     def turn(self) -> Turn:
         """The conversation. Raises RequestError."""
@@ -58,9 +59,11 @@ class ResponsesBody(Sampling):
         messages = template_messages(_messages(spoken, items))
         return Turn(messages, self._tools()[0], choice, single=self.parallel_tool_calls is False)
 
-    def unused(self) -> list[str]:
-        """As for other bodies, with the tools that are no functions."""
-        return sorted([*super().unused(), *self._tools()[1]])
+    def extras(self) -> Iterator[tuple[str, Any]]:
+        """As for other bodies, with the tools that are no functions and what no answer here includes."""
+        yield from super().extras()
+        yield from ((f"tools[{kind}]", True) for kind in self._tools()[1])
+        yield from ((f"include[{name}]", True) for name in self.include or ())
 
     def _tools(self) -> tuple[list[dict[str, Any]], list[str]]:
         """The functions in the form of chat completions, and the kinds of other tools."""
@@ -68,7 +71,7 @@ class ResponsesBody(Sampling):
         others: list[str] = []
         for tool in self.tools or ():
             if tool.get("type") != "function":
-                others.append(f"tools[{tool.get('type')}]")
+                others.append(str(tool.get("type")))
                 continue
             if not isinstance(tool.get("name"), str) or not isinstance(tool.get("parameters") or {}, dict):
                 raise RequestError(400, f"a function must have a name and parameters, got {tool!r}", param="tools")

@@ -19,7 +19,7 @@ from anabranch.serve.metrics import Metrics
 from anabranch.serve.settings import Settings, keys_of
 from anabranch.serve.worker import Answer, Worker
 
-__all__ = ["Call", "Service"]
+__all__ = ["Call", "Service", "ignored"]
 
 MIB = 2**20
 UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
@@ -42,10 +42,15 @@ class Call:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response: which fields had no effect."""
-        # the names are the client's: a header takes printable ASCII, and not too much of it
-        names = [UNPRINTABLE.sub("?", name)[:64] for name in self.unused[:32]]
-        return {"x-anabranch-ignored": ", ".join(names)} if names else {}
+        """Headers of the response."""
+        return ignored(self.unused)
+
+
+def ignored(unused: Sequence[str]) -> dict[str, str]:
+    """The header that names fields without effect; empty for none."""
+    # the names are the client's: a header takes printable ASCII, and not too much of it
+    names = [UNPRINTABLE.sub("?", name)[:64] for name in unused[:32]]
+    return {"x-anabranch-ignored": ", ".join(names)} if names else {}
 
 
 class Service:

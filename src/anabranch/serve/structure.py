@@ -15,12 +15,11 @@ from anabranch.declared import Keywords
 from anabranch.serve.failures import RequestError
 from anabranch.serve.toolcalls import CLOSE, OPEN, Style
 
-__all__ = ["call_grammar", "structure_of", "text_grammar", "wanted_format"]
+__all__ = ["VLLM", "call_grammar", "structure_of", "text_grammar", "wanted_format"]
 
 ANY_OBJECT = '{"type": "object"}'
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 VLLM = ("json", "regex", "choice", "grammar", "json_object")  # of ``structured_outputs``; ``guided_*`` before
-HARMLESS = ("disable_any_whitespace", "disable_fallback", "whitespace_pattern", "backend")
 
 
 def structure_of(given: Mapping[str, Any]) -> Keywords:
@@ -66,11 +65,12 @@ def wanted_format(form: Any, param: str) -> Keywords:
 def _of_vllm(value: Any) -> Keywords:
     if not isinstance(value, Mapping):
         raise RequestError(400, "structured_outputs must be an object", param="structured_outputs")
-    asked = {name: each for name, each in value.items() if each not in (None, False) and name not in HARMLESS}
-    if len(asked) != 1 or (kind := next(iter(asked))) not in VLLM:
+    asked = {name: value[name] for name in VLLM if value.get(name) not in (None, False)}
+    if len(asked) != 1:
         known = ", ".join(VLLM)
         raise RequestError(400, f"structured_outputs must have one of {known}", param="structured_outputs")
-    return _option(kind, asked[kind], "structured_outputs")
+    ((kind, given),) = asked.items()
+    return _option(kind, given, "structured_outputs")
 
 
 def _option(kind: str, value: Any, param: str) -> Keywords:

@@ -29,6 +29,7 @@ class Turn:
     single     whether it may call one at most
     variables  of the template
     resumes    whether the answer continues the last message; None: if it is the assistant's
+    special    whether the tokenizer adds its special tokens to the template's text
     """
 
     messages: list[dict[str, Any]]
@@ -37,6 +38,7 @@ class Turn:
     single: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     resumes: bool | None = None
+    special: bool = False
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
@@ -77,7 +79,7 @@ def prompt_of(service: Service, turn: Turn) -> list[int]:
         if not template_reads(tokenizer, name, ChatTemplate()):
             raise RequestError(400, f"the model's chat template does not read {name!r}", param="chat_template_kwargs")
     template = ChatTemplate(tools=tools, continue_final_message=turn.resumes, variables=dict(turn.variables))
-    return conversation_ids(messages, tokenizer, service.names[0], template)
+    return conversation_ids(messages, tokenizer, service.names[0], template, add_special_tokens=turn.special)
 
 
 def style(service: Service) -> Style | None:
@@ -94,10 +96,11 @@ def prepared(service: Service, turn: Turn, body: Sampling, *, most: int | None, 
 
     Raises RequestError, InputError, CapabilityError or OutOfMemoryError.
     """
+    unused = body.unused()
     keywords: Keywords = {**body.keywords(service.model.target.generation), **(extra or {})}
     if lora := service.lora_of(body.model):
         keywords["lora"] = lora
-    unused, ids, n = body.unused(), prompt_of(service, turn), body.n or 1
+    ids, n = prompt_of(service, turn), body.n or 1
     if turn.offered and any(name in keywords for name in STRUCTURES):
         raise RequestError(
             400, "an answer in a given format cannot call tools; leave one of them out, or set tool_choice to 'none'"
