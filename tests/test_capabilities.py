@@ -69,11 +69,15 @@ def stand_in() -> StandIn:
     return made()
 
 
-@pytest.fixture(scope="module")
-def model(stand_in: StandIn) -> Iterator[Model]:
+def model_of(stand_in: StandIn) -> Model:
     """The same target with the same modules, as a user has them."""
     adapters = [LoadedAdapter(stand_in.module(m), {"sha256": "0" * 64}, m) for m in methods() if m.trained is not None]
-    with Model(stand_in.target, adapters, "none") as loaded:
+    return Model(stand_in.target, adapters, "none")
+
+
+@pytest.fixture(scope="module")
+def model(stand_in: StandIn) -> Iterator[Model]:
+    with model_of(stand_in) as loaded:
         yield loaded
 
 

@@ -13,12 +13,17 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from pydantic import BaseModel
 
 from anabranch.api import Model, load
+from anabranch.capabilities import StandIn
 from anabranch.decoding.generation import Generation
 from anabranch.errors import CapabilityError, InputError
+from anabranch.methods import Spec
+from anabranch.native import library as native
 from anabranch.structure.vocabulary import Vocabulary
+from test_capabilities import SOME_DRAFTERS, fitting, made, model_of
 from toy_text import ToyFolders, toy_model
 from verbs import Anabranch
 
@@ -34,12 +39,14 @@ PERSON = {
 }
 DATE = r"(19|20)[0-9]{2}-[01][0-9]"
 SUMS = """
-start: term ("+" term)* ";"
-term: /[0-9]{1,2}/ | "(" start ")"
+start: term ("+" term)* "."
+term: /[0-9]{1,2}/ | "[" start "]"
 """
 WIDE = [{"type": "object", "properties": {f"k{n}": {"type": "integer"}}, "required": [f"k{n}"]} for n in range(6)]
 MANY = {f"p{n}": {"type": "string", "pattern": "[a-z]{1,50}x"} for n in range(600)}
+GIVEN: list[dict[str, Any]] = [{"schema": PERSON}, {"regex": DATE}, {"grammar": SUMS}]
 DRAFTERS = ("streams", "streams:tree=chain", "prompt_lookup", "suffix", "lookahead", "auto", "streams:tree=8+suffix")
+Plainly = dict[tuple[Model, str], Generation]  # what plain decoding wrote, by model and options: drafters share it
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +56,20 @@ def model() -> Iterator[Model]:
 
 
 @pytest.fixture(scope="module")
-def plainly() -> dict[str, Generation]:
-    """What plain decoding wrote, by the options of the call: drafters share it."""
+def stand_in() -> StandIn:
+    """A target for which every method has a module or tables, on the native kernels where there are any."""
+    return made() if native.library() is None else made(torch.bfloat16, packed=True)
+
+
+@pytest.fixture(scope="module")
+def trained(stand_in: StandIn) -> Iterator[Model]:
+    """A model of the stand-in with the modules of all methods."""
+    with model_of(stand_in) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def plainly() -> Plainly:
     return {}
 
 
@@ -67,22 +86,41 @@ def test_json_follows_its_schema(model: Model) -> None:
             assert made.token_ids[-1] in model.target.config.eos_token_ids
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(
-    "given", [{"schema": PERSON}, {"regex": DATE}, {"grammar": SUMS}], ids=lambda each: next(iter(each))
-)
-def test_speculation_writes_what_plain_decoding_writes(
-    model: Model, plainly: dict[str, Generation], drafter: str, given: dict[str, Any]
-) -> None:
+def check_exact(model: Model, plainly: Plainly, drafter: str | Spec, given: dict[str, Any]) -> set[str]:
+    """Compare a drafter's tokens under a constraint with those of plain decoding; returns their sources."""
+    sources = set[str]()
     for more in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 20, "seed": 1}):
-        call = {**given, **more, "max_new_tokens": 40}
-        key = repr(call)
+        call: dict[str, Any] = {**given, **more, "max_new_tokens": 40}
+        key = model, repr(call)
         if key not in plainly:
             plainly[key] = model.generate("the the", drafter="none", **call)
         plain, drafted = plainly[key], model.generate("the the", drafter=drafter, **call)
         assert drafted.token_ids == plain.token_ids
         assert drafted.finish_reason == plain.finish_reason
         assert plain.finish_reason == "length" or not given.get("regex") or re.fullmatch(DATE, plain.text)
+        sources |= {*drafted.sources}
+    return sources
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("given", GIVEN, ids=lambda each: next(iter(each)))
+def test_speculation_writes_what_plain_decoding_writes(
+    model: Model, plainly: Plainly, drafter: str, given: dict[str, Any]
+) -> None:
+    check_exact(model, plainly, drafter, given)
+
+
+@pytest.mark.parametrize("drafter", SOME_DRAFTERS)
+def test_every_method_writes_what_plain_decoding_writes(
+    stand_in: StandIn, trained: Model, plainly: Plainly, drafter: str
+) -> None:
+    if not fitting(stand_in, [drafter]):
+        pytest.skip("there is no copy of float32 weights")
+    spec = stand_in.spec(drafter)
+    sources = set[str]().union(*(check_exact(trained, plainly, spec, given) for given in GIVEN))
+    built = trained.drafter_of(spec)
+    if built.max_nodes > 1 and not built.adaptive:  # the load decides how much an adaptive one drafts
+        assert sources - {"target", "grammar"}, "some of the method's own drafts were emitted"
 
 
 @pytest.mark.parametrize(
