@@ -18,8 +18,8 @@ from anabranch.decoding import scheduler as module
 from anabranch.decoding import ticks
 from anabranch.decoding.batch import Member
 from anabranch.decoding.engine import Engine, Request, Step
-from anabranch.decoding.prefixes import Family
 from anabranch.decoding.scheduler import Scheduler
+from anabranch.drafting.kept import Family
 from anabranch.errors import OutOfMemoryError
 from anabranch.methods import make_drafter
 from anabranch.methods.none import NoDrafter

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from anabranch.decoding import prefix_files, prefixes, ticks
 from anabranch.decoding.engine import Request
 from anabranch.decoding.prefix_files import PrefixFiles
-from anabranch.decoding.prefixes import Family, Prefixes
+from anabranch.decoding.prefixes import Prefixes
 from anabranch.decoding.scheduler import Scheduler, Ticket
+from anabranch.drafting.kept import Family
 from anabranch.errors import FileError, InputError, PerformanceWarning
 from anabranch.methods.none import NoDrafter
 from anabranch.model.decoder import Decoder

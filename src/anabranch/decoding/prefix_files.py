@@ -1,7 +1,8 @@
 """Blocks of kept texts on disk, so that conversations survive a restart.
 
 A block is a safetensors file with its keys and values as the cache stores them. Its name is a hash of everything that
-they depend on: the model as it is loaded and computed, the rotations, and all tokens up to its last one. So a file of
+they depend on: the model as it is loaded and computed, the drafter's model if they are of one, the rotations, and all
+tokens up to its last one. So a file of
 another model, form of weights, cache or version is never looked at, and a name that is there is the right block. A
 checksum tells whether the file is whole.
 
@@ -27,23 +28,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from anabranch.drafting.kept import Family
 from anabranch.errors import PerformanceWarning
 from anabranch.support.files import check_folder, keep_recent, write_atomically
 from anabranch.support.log import LOGGER, warn
 
 __all__ = ["PrefixFiles", "StoredBlock"]
 
-FORMAT = "anabranch prefix 1"
+FORMAT = "anabranch prefix 2"
 PENDING = 2**28  # bytes that wait to be written at most; further blocks are not stored
 Stored = tuple[Tensor, Tensor]
 
 
 class StoredBlock(NamedTuple):
-    """A block that is on disk: its name, that of the block before it, its rotations and its tokens."""
+    """A block that is on disk: its name, that of the block before it, its family and its tokens."""
 
     name: str
     parent: str
-    rotations: int
+    family: Family
     tokens: tuple[int, ...]
 
 
@@ -67,9 +69,9 @@ class PrefixFiles:
         self._pending = 0
         self._failed = self._warned = False
 
-    def name(self, parent: str, rotations: int, tokens: Sequence[int]) -> str:
+    def name(self, parent: str, family: Family, tokens: Sequence[int]) -> str:
         """The name of the block of ``tokens`` that follows another one; the first follows ""."""
-        text = f"{self._own.name} {rotations} {parent} {' '.join(map(str, tokens))}"
+        text = f"{self._own.name} {family.drafts} {family.rotations} {parent} {' '.join(map(str, tokens))}"
         return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
 
     # -- reading ----------------------------------------------------------------------------------------
@@ -79,13 +81,12 @@ class PrefixFiles:
             try:
                 with safe_open(path, "pt") as opened:
                     facts = opened.metadata() or {}
-                block = StoredBlock(
-                    path.stem, facts["parent"], int(facts["rotations"]), tuple(map(int, facts["tokens"].split()))
-                )
+                family = Family(None, int(facts["rotations"]), facts["drafts"])
+                block = StoredBlock(path.stem, facts["parent"], family, tuple(map(int, facts["tokens"].split())))
             except (OSError, SafetensorError, KeyError, ValueError) as error:
                 self._warn(path, error)
                 continue
-            if facts.get("format") == FORMAT and self.name(block.parent, block.rotations, block.tokens) == path.stem:
+            if facts.get("format") == FORMAT and self.name(block.parent, family, block.tokens) == path.stem:
                 yield block
             else:
                 self._warn(path, "it holds something else")
@@ -148,7 +149,8 @@ class PrefixFiles:
             if self._failed:
                 return
             facts = {
-                "format": FORMAT, "parent": block.parent, "rotations": str(block.rotations),
+                "format": FORMAT, "parent": block.parent,
+                "rotations": str(block.family.rotations), "drafts": block.family.drafts,
                 "tokens": " ".join(map(str, block.tokens)), "checksum": str(_checksum(stored)),
             }  # fmt: skip
             parts = {name: part.cpu().contiguous() for name, part in zip(("keys", "values"), stored, strict=True)}

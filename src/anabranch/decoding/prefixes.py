@@ -6,6 +6,8 @@ common beginning, and a text that continues another one adds only blocks of its 
     64 tokens -- 64 tokens -+- 64 tokens -- 12 tokens       two conversations with one system prompt
                             +- 41 tokens
 
+A drafter's model has keys and values of its own, which are kept in the same way as texts of another family.
+
 The least recently used blocks go first. A text that is used takes its blocks from its end to its beginning, so a block
 never goes before those below it. With ``files`` they stay on disk.
 """
@@ -14,23 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
 from anabranch.decoding.prefix_files import PrefixFiles, StoredBlock
+from anabranch.drafting.kept import Family
 from anabranch.model.cache import Cache, shared_length
 
-__all__ = ["BLOCK", "Family", "Prefixes"]
+__all__ = ["BLOCK", "Prefixes"]
 
 BLOCK = 64  # tokens; texts that differ inside a block keep that block twice
-
-
-class Family(NamedTuple):
-    """Texts that can share keys and values: those of one LoRA or none, and of one set of rotations (``Rope.key``)."""
-
-    lora: str | None
-    rotations: int
 
 
 @dataclass(eq=False)
@@ -107,15 +102,15 @@ class Prefixes:
         """Take in the blocks on disk, each below the one before it."""
         if self.files is None:
             return
-        waiting: dict[tuple[int, str], list[StoredBlock]] = {}
+        waiting: dict[tuple[Family, str], list[StoredBlock]] = {}
         for block in self.files.blocks():
-            waiting.setdefault((block.rotations, block.parent), []).append(block)
-        left = [(rotations, self._root(Family(None, rotations))) for rotations, parent in waiting if not parent]
+            waiting.setdefault((block.family, block.parent), []).append(block)
+        left = [(family, self._root(family)) for family, parent in waiting if not parent]
         while left:
-            rotations, above = left.pop()
-            for stored in waiting.get((rotations, above.name), ()):
+            family, above = left.pop()
+            for stored in waiting.get((family, above.name), ()):
                 above.children[stored.tokens] = made = _Block(stored.tokens, above, name=stored.name)
-                left.append((rotations, made))
+                left.append((family, made))
 
     def _root(self, family: Family) -> _Block:
         return self._roots.setdefault(family, _Block())
@@ -155,8 +150,8 @@ class Prefixes:
     def _loaded(self, block: _Block, cache: Cache) -> tuple[Tensor, Tensor] | None:
         """The keys and values of a block on disk, which are in memory again where it suffices."""
         count = len(block.tokens)
-        like = cache.keys[:, 0, :, :count], cache.values[:, 0, :, :count]
-        stored = None if self.files is None else self.files.load(block.name, like)
+        keys, values = (part[:, 0, :, :1].expand(-1, -1, count, -1) for part in (cache.keys, cache.values))
+        stored = None if self.files is None else self.files.load(block.name, (keys, values))
         if stored is not None and self._fits(count * cache.token_bytes):
             self._hold(block, stored)
         return stored
@@ -189,8 +184,8 @@ class Prefixes:
         above = ""
         for block in path:
             if not block.name:
-                name = self.files.name(above, family.rotations, block.tokens)
-                stored = StoredBlock(name, above, family.rotations, block.tokens)
+                name = self.files.name(above, family, block.tokens)
+                stored = StoredBlock(name, above, family, block.tokens)
                 if block.stored is None or not self.files.store(stored, block.stored):
                     break
                 block.name = name

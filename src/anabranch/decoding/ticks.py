@@ -27,9 +27,10 @@ import torch
 from anabranch.control.controller import Controller
 from anabranch.decoding.batch import CHUNK, Member
 from anabranch.decoding.engine import Engine, Step
-from anabranch.decoding.prefixes import Family, Prefixes
+from anabranch.decoding.prefixes import Prefixes
 from anabranch.decoding.ticket import Order, Ticket
 from anabranch.drafting.drafter import Drafter
+from anabranch.drafting.kept import Family
 from anabranch.errors import OutOfMemoryError
 from anabranch.model.decoder import Decoder
 from anabranch.support.memory import free_memory
@@ -376,24 +377,28 @@ class Ticks:
         return Family(request.lora, rope.key(rope.prompt(length - request.emitted, length)))
 
     def _keep(self, member: Member, slot: int) -> None:
-        """Keep the keys and values of a row that leaves."""
+        """Keep the keys and values of a row that leaves, the target's last: they may take the memory of drafters'."""
         assert self.engine is not None
         cache, length = self.engine.cache, self.engine.sharable(slot)
         if length >= SHORTEST and self.prefixes.most:
             family = Family(member.request.lora, self.target.rope().key(cache.prompts[slot]))
+            member.drafter.keep(member.row, length, self.prefixes, family)
             self.prefixes.keep(family, member.row.tokens[:length], cache, slot)
 
     def _reuse(self, engine: Engine, ticket: Ticket, drafter: Drafter) -> int:
         """Copy the longest beginning that a kept text, or a row in use, shares with a prompt; returns its length."""
         request = ticket.remaining
-        prompt = list(request.prompt_ids)
+        if not self.prefixes.most or request.source is not None:
+            return 0
+        prompt, family = list(request.prompt_ids), self._family(ticket)
+        drafter.recall(prompt, self.prefixes, family)
         most = min(len(prompt) - 1, drafter.needs.recalled(prompt))
         if self.target.rider is not None:  # what was emitted has rows of the target's own, which no kept text has
             most = min(most, len(prompt) - 1 - request.emitted)
-        if not most or not self.prefixes.most or request.source is not None:
+        if not most:
             return 0
-        family, slot = self._family(ticket), engine.cache.count
-        live, source = engine.longest_shared(prompt[:most], *family)
+        slot = engine.cache.count
+        live, source = engine.longest_shared(prompt[:most], family.lora, family.rotations)
         if max(live, self.prefixes.find(family, prompt[:most])) < SHORTEST:
             return 0
         if live >= self.prefixes.find(family, prompt[:most]):

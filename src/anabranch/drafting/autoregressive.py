@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Drafter, Observation, Row
 from anabranch.drafting.grow import Form, Growth, Node, by_depth, grow, product_size
+from anabranch.drafting.kept import Family, Kept
 from anabranch.drafting.reader import Continuations, Reader
 from anabranch.drafting.settings import TreeSettings
 from anabranch.errors import CapabilityError
@@ -66,6 +67,14 @@ class AutoregressiveDrafter(Drafter, Generic[R]):
         return min(self.depth, budget - 1)
 
     # -- rows ------------------------------------------------------------------------------------------
+    def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:
+        """Take in the model's kept keys and values."""
+        self.reader.recall(tokens, kept, family)
+
+    def keep(self, row: Row, length: int, kept: Kept, family: Family) -> None:
+        """Keep the model's keys and values."""
+        self.reader.keep(row, length, kept, family)
+
     @torch.inference_mode()
     def leave(self, row: Row) -> None:
         """Free the row's slot."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from anabranch.drafting.acceptance import best_nodes, merge
 from anabranch.drafting.drafter import Drafter, Needs, Observation, ProbingDrafter, Row, Traits
+from anabranch.drafting.kept import Family, Kept
 from anabranch.errors import CapabilityError, InputError
 from anabranch.model.encoder import Source
 from anabranch.model.passes import PassResult
@@ -39,6 +40,16 @@ class DrafterGroup(Drafter):
         """Every part observes the outcome."""
         for part in self.parts:
             part.observe(rows, seen)
+
+    def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:
+        """Every part takes in what is kept of its own."""
+        for part in self.parts:
+            part.recall(tokens, kept, family)
+
+    def keep(self, row: Row, length: int, kept: Kept, family: Family) -> None:
+        """Every part keeps what it has."""
+        for part in self.parts:
+            part.keep(row, length, kept, family)
 
     def leave(self, row: Row) -> None:
         """The row leaves every part."""

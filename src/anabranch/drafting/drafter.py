@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from anabranch.drafting.acceptance import Acceptance
 from anabranch.drafting.counting import DraftCost, DraftShape
+from anabranch.drafting.kept import Family, Kept
 from anabranch.drafting.settings import Settings
 from anabranch.errors import CapabilityError
 from anabranch.model.cache import Cache
@@ -249,6 +250,15 @@ class Drafter(ABC):
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:  # noqa: B027 - most need nothing
         """Observe the outcome of a step, and prepare the next draft."""
+
+    def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:  # noqa: B027 - most need nothing
+        """Take in the drafter's own kept keys and values of the beginning of a prompt, before its row joins.
+
+        ``needs.recalls`` counts their tokens. ``family`` is that of the target's keys and values.
+        """
+
+    def keep(self, row: Row, length: int, kept: Kept, family: Family) -> None:  # noqa: B027 - most need nothing
+        """Keep the drafter's own keys and values of the first ``length`` tokens of a row that is about to leave."""
 
     def leave(self, row: Row) -> None:
         """A row leaves the batch."""

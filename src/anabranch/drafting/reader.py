@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Row, tally
+from anabranch.drafting.kept import Family, Kept
 from anabranch.model.cache import Cache, shared_length
 from anabranch.model.encoder import Memory
 from anabranch.model.inputs import Inputs
@@ -142,6 +143,10 @@ class Reader(ABC):
     def _run(self, inputs: Inputs, at: Sequence[tuple[int, int]]) -> Tensor:
         """A pass over all rows; returns what it computes [n, ...] after the nodes ``at``: slots and places there."""
 
+    @abstractmethod
+    def _family(self, tokens: Sequence[int], family: Family) -> Family | None:
+        """That of the model's keys and values of a text, given that of the target's; None: they are not kept."""
+
     def _memory(self, row: Row) -> Memory | None:
         """The keys and values of a row's source; None: the model has no encoder."""
         return None
@@ -185,6 +190,25 @@ class Reader(ABC):
         place = self._places.get(row)
         if place is not None and self.cache is not None:
             self.cache.rewind(place.slot, 0)
+
+    def keep(self, row: Row, length: int, kept: Kept, family: Family) -> None:
+        """Keep the keys and values of a row's first ``length`` tokens, as far as they were read."""
+        self.settle()
+        place, own = self._places.get(row), self._family(row.tokens, family)
+        if place is not None and self.cache is not None and own is not None:
+            end = min(length, self.cache.lengths[place.slot] + self.skipped)
+            kept.keep(own, row.tokens[self.skipped : end], self.cache, place.slot)
+
+    def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:
+        """Take in the kept keys and values of the beginning of a text, as if a row with it had just left."""
+        text, own = tokens[self.skipped : -1], self._family(tokens, family)
+        if own is None or kept.find(own, text) < max(SHORTEST, self.known(tokens)[0] + 1):
+            return
+        self.settle()
+        self._reserve(len(tokens) + TOGETHER, rows=len(self._rows) + 1)
+        assert self.cache is not None
+        slot = self.cache.count
+        self._left[slot] = list(tokens[: kept.copy(own, text, self.cache, slot) + self.skipped])
 
     def known(self, tokens: Sequence[int]) -> tuple[int, int]:
         """The most positions at the beginning of a text, before its root, that the cache holds; and their slot.

@@ -28,7 +28,7 @@ from anabranch.support.memory import free_memory
 
 __all__ = [
     *("Identity", "assemble", "build_decoder", "check_finite", "check_memory", "described_decoder", "fill_decoder"),
-    *("fingerprint", "not_finite", "put", "random_decoder", "stored_dtype"),
+    *("fingerprint", "fingerprint_of", "not_finite", "put", "random_decoder", "stored_dtype"),
 ]
 
 # Values per tensor in a fingerprint: enough to distinguish trained models, few enough for 10 ms per GB.
@@ -284,10 +284,7 @@ def fingerprint(weights: Decoder | Path) -> str:
     differ from its folder's, since values may underflow: ``fill_decoder`` therefore returns that of the stored weights.
     """
     if isinstance(weights, Decoder):
-        identity = Identity(weights.config)
-        for name, parameter in sorted(weights.named_parameters()):
-            identity.add(name, parameter.detach())
-        return identity.fingerprint
+        return fingerprint_of(weights.config, weights)
     checkpoint = read_checkpoint(weights)
     config = model_config(checkpoint.config)
     tensors = split_fused(config, checkpoint.tensors)
@@ -295,6 +292,14 @@ def fingerprint(weights: Decoder | Path) -> str:
     identity = Identity(config)
     for name, parameter in sorted(build_decoder(config).named_parameters()):
         identity.add(name, assemble(config, tensors, name, parameter.shape))
+    return identity.fingerprint
+
+
+def fingerprint_of(config: ModelConfig, module: nn.Module) -> str:
+    """The identity of the parameters of a module of this shape, computed as ``fingerprint`` computes a decoder's."""
+    identity = Identity(config)
+    for name, parameter in sorted(module.named_parameters()):
+        identity.add(name, parameter.detach())
     return identity.fingerprint
 
 

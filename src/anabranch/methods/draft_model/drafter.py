@@ -18,10 +18,11 @@ from anabranch.drafting.autoregressive import AutoregressiveDrafter
 from anabranch.drafting.drafter import Call, Row
 from anabranch.drafting.draws import CONFIDENCE
 from anabranch.drafting.grow import product_size
+from anabranch.drafting.kept import Family
 from anabranch.drafting.reader import Continuations, Reader
 from anabranch.drafting.settings import MOST_NODES, TreeSettings
 from anabranch.errors import CapabilityError, InputError
-from anabranch.methods.draft_model.load import check_sides
+from anabranch.methods.draft_model.load import check_sides, identity_of
 from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.encoder import Memory, Source
@@ -62,10 +63,17 @@ class DraftReader(Reader):
         with self.model.decoding():
             return self.model.encode(row.source)
 
+    def _varies(self, tokens: Sequence[int]) -> bool:
+        """Return whether keys depend on the length of the text, or on a source."""
+        return bool(self.model.rope().key(len(tokens))) or self.model.encoder is not None
+
+    def _family(self, tokens: Sequence[int], family: Family) -> Family | None:
+        identity = identity_of(self.model)  # the model reads tokens alone, whatever LoRA the target has
+        return None if identity is None or self._varies(tokens) else Family(None, 0, identity)
+
     def known(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """See ``Reader``; none where keys depend on the length of the text, or on a source."""
-        varies = self.model.rope().key(len(tokens)) or self.model.encoder is not None
-        return (0, 0) if varies else super().known(tokens)
+        """See ``Reader``; none where keys and values are not those of the tokens alone."""
+        return (0, 0) if self._varies(tokens) else super().known(tokens)
 
     def _known(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids [n]; 0 stands for those that the draft model's vocabulary lacks."""

@@ -9,11 +9,12 @@ from anabranch.drafting.settings import BUDGETS
 from anabranch.drafting.trained import Trained
 from anabranch.errors import CapabilityError
 from anabranch.methods.draft_model.drafter import DraftModelDrafter, DraftModelSettings
-from anabranch.methods.draft_model.load import load_draft, shipped_draft
+from anabranch.methods.draft_model.load import identify, load_draft, shipped_draft
 from anabranch.methods.draft_model.module import DraftModule, begin_with, decoder_of, export, start_from_target
 from anabranch.methods.draft_model.objective import DraftObjective
 from anabranch.methods.draft_model.recipes import TRAINING, DraftConfig
 from anabranch.model.decoder import Decoder
+from anabranch.model.weights import fingerprint
 
 __all__ = ["METHOD", "TRAINED", "DraftModelSettings", "draft_of"]
 
@@ -25,7 +26,9 @@ def draft_of(target: Decoder, settings: DraftModelSettings, method: str, module:
     """
     if not settings.model:
         if isinstance(module, DraftModule):
-            return decoder_of(module, target)
+            model = decoder_of(module, target)
+            identify(model, fingerprint(module.model))
+            return model
         if (folder := shipped_draft(target)) is not None:
             return load_draft(str(folder), target, quantize=settings.quantize)
         raise CapabilityError(

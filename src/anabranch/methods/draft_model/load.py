@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -18,11 +18,12 @@ from anabranch.model.pack import pack_decoder
 from anabranch.model.quantize import check_quantization
 from anabranch.support.jsonfiles import read_json
 
-__all__ = ["SHIPPED", "check_vocabulary", "load_draft", "shipped_draft"]
+__all__ = ["SHIPPED", "check_vocabulary", "identify", "identity_of", "load_draft", "shipped_draft"]
 
 NAMED = 3  # differing tokens that a message names
 SHIPPED = Path(__file__).with_name("shipped")  # a folder for each draft model that comes with the package
 _loaded: WeakValueDictionary[tuple[str, ...], Decoder] = WeakValueDictionary()
+_identities: WeakKeyDictionary[Decoder, str] = WeakKeyDictionary()
 
 
 def load_draft(name: str, target: Decoder, *, quantize: str = "auto") -> Decoder:
@@ -44,6 +45,7 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "auto") -> Decoder
             str(path), dtype="auto" if free else target.dtype, device=str(target.device), quantize=quantize
         )
         model = loaded.decoder if loaded.quantize == "stored" else loaded.decoder.to(target.dtype)
+        identify(model, f"{loaded.fingerprint} {loaded.quantize}")
         if packed:
             pack_decoder(model)
         _loaded[key] = model
@@ -52,6 +54,16 @@ def load_draft(name: str, target: Decoder, *, quantize: str = "auto") -> Decoder
     if theirs is not None and own is not None:
         check_vocabulary(theirs.get_vocab(), own.get_vocab(), name)
     return model
+
+
+def identify(model: Decoder, identity: str) -> None:
+    """Record the identity of a draft model's weights: packed ones have none that could be computed."""
+    _identities[model] = identity
+
+
+def identity_of(model: Decoder) -> str | None:
+    """The recorded identity of a draft model's weights; None if it is not known."""
+    return _identities.get(model)
 
 
 def shipped_draft(target: Decoder) -> Path | None:

@@ -5,6 +5,8 @@ B rows of the cache, M nodes of a pass, N nodes of the widest row, D width.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from anabranch.model.pack import read_bytes
 from anabranch.model.passes import Pass
 from anabranch.model.quantize import QuantizedWeight
 from anabranch.model.stack import LayerWeights, Stack
+from anabranch.model.weights import fingerprint_of
 from anabranch.support.memory import give_back
 
 __all__ = ["EagleLayer", "NativeEagleLayer", "layer_of", "new_layer"]
@@ -41,6 +44,11 @@ class EagleLayer:
     def _counted(self, read: int) -> Call:
         """A pass that reads so many bytes besides the head over the draft vocabulary."""
         return Call("partial", 1, self.target.config.num_layers, read + self.head.read)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The identity of the module's weights."""
+        return fingerprint_of(self.module.model, self.module)
 
     @property
     def dtype(self) -> torch.dtype:

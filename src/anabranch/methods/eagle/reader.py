@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Row
+from anabranch.drafting.kept import Family
 from anabranch.drafting.reader import CHUNK, Place, Reader
 from anabranch.methods.eagle.layer import EagleLayer
 from anabranch.model.cache import Cache
@@ -66,6 +67,10 @@ class FeatureReader(Reader):
 
     def _new_cache(self, rows: int, capacity: int) -> Cache:
         return self.layer.new_cache(rows, capacity)
+
+    def _family(self, tokens: Sequence[int], family: Family) -> Family:
+        # the first position also depends on the first token, which has none
+        return family._replace(drafts=f"{self.layer.fingerprint} {tokens[0]}")
 
     # -- features ---------------------------------------------------------------------------------------
     def seat(self, row: Row) -> None:

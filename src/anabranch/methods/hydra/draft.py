@@ -13,8 +13,10 @@ from torch import Tensor
 
 from anabranch.drafting.drafter import Call, Needs, Observation, Row, tally
 from anabranch.drafting.grow_tensors import grow_tensors, trees_of
+from anabranch.drafting.kept import Family, Kept
 from anabranch.methods.heads.drafter import Best, HeadDraft, HeadDrafter, HeadSettings, HeadState
 from anabranch.methods.hydra.module import HydraModule, Memory, PrefixLayer
+from anabranch.model.cache import shared_length
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import read_bytes
 from anabranch.model.passes import PassResult
@@ -80,17 +82,45 @@ class PrefixDrafter(HeadDrafter):
     no time for drafts, they wait.
     """
 
-    needs = Needs(prompt=True)
-
     def __init__(self, name: str, tree: HydraDraft) -> None:
         super().__init__(name, tree)
         module, target = tree.module, tree.target
         self._layer = module.shared(target, PrefixLayer, lambda: PrefixLayer(target, module))
         self._call = Call("partial", 1, target.config.num_layers, read_bytes([self._layer.layer]))
+        self._recalled: tuple[Sequence[int], Memory] = (), Memory()  # for the next row
+        self.needs = Needs(prompt=True, recalls=lambda tokens: shared_length(self._recalled[0], tokens[:-1]))
+
+    def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:
+        """Take in the kept keys and values of the layer."""
+        memory, cache = Memory(), self._layer.new_cache(len(tokens))
+        count = kept.copy(family._replace(drafts=self._layer.fingerprint), tokens[:-1], cache, 0)
+        if count:
+            memory.append(*(part[0].transpose(0, 1) for part in cache.taken(0, 0, count)))
+        self._recalled = tokens[:count], memory
+
+    def keep(self, row: Row, length: int, kept: Kept, family: Family) -> None:
+        """Keep the keys and values of the layer, as far as states were read."""
+        memory = self._memory(row)
+        length = min(length, memory.length)
+        cache = self._layer.new_cache(max(1, memory.length))
+        memory.put(cache)
+        kept.keep(family._replace(drafts=self._layer.fingerprint), row.tokens[:length], cache, 0)
+
+    def join(self, row: Row) -> None:
+        """A row begins with what was recalled of its prompt."""
+        super().join(row)
+        count, state = self.needs.recalled(row.tokens), row.state[self]
+        if count:
+            state.memory = self._recalled[1]
+            state.memory.rewind(count)
+        self._recalled = (), Memory()
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
         """Keep the states of a part of the prompt."""
-        self._memory(row).add(result.hidden_MD[result.nodes(0)].clone())
+        memory = self._memory(row)
+        if not memory.waiting:
+            memory.rewind(start)
+        memory.add(result.hidden_MD[result.nodes(0)].clone())
 
     def observe(self, rows: Sequence[Row], seen: Observation) -> None:
         """Keep the states of the nodes that were accepted, and read them before the next draft."""

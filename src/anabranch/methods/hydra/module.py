@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,11 @@ from torch import Tensor, nn
 from anabranch.methods.heads.module import DraftHeads
 from anabranch.methods.hydra.recipes import HydraConfig
 from anabranch.model.blocks import Block, Norm, attention
+from anabranch.model.cache import Cache
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import packed_like
+from anabranch.model.weights import fingerprint_of
 
 __all__ = ["HydraConfig", "HydraModule", "Memory", "PrefixLayer"]
 
@@ -99,7 +103,7 @@ def _causal(config: ModelConfig, queries: int, keys: int, like: Tensor) -> Tenso
 class Memory:
     """The keys and values of a row's prefix layer, and the target's states that it has not read yet.
 
-    Only committed tokens are read, so nothing is ever taken back.
+    Only committed tokens are read, so nothing is taken back but what the target has to read again (``rewind``).
     """
 
     def __init__(self) -> None:
@@ -110,6 +114,15 @@ class Memory:
     def add(self, states_nD: Tensor) -> None:
         """Take the target's states of the next n tokens, to be read when a draft needs them."""
         self.waiting.append(states_nD)
+
+    def rewind(self, length: int) -> None:
+        """Forget all keys and values after the first ``length``."""
+        self.length = min(self.length, length)
+
+    def put(self, cache: Cache) -> None:
+        """Write all keys and values to the first slot of a cache."""
+        if self._keys_values is not None:
+            cache.put(0, 0, *self._keys_values[:, None, :, : self.length])
 
     def append(self, keys_nKE: Tensor, values_nKE: Tensor) -> tuple[Tensor, Tensor]:
         """Append n keys and values; returns all of them [K, L, E]."""
@@ -140,6 +153,17 @@ class PrefixLayer:
             if made is not None:
                 setattr(owner, name, made)
                 self.layer = packed
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The identity of the layer's weights."""
+        assert self.module.layer is not None
+        return fingerprint_of(self.module.model, self.module.layer)
+
+    def new_cache(self, capacity: int) -> Cache:
+        """A cache for the keys and values of one text, in which they are kept and recalled."""
+        config = replace(self.module.model.dense(), num_layers=1, sliding_layers=None)
+        return Cache(config, rows=1, capacity=capacity, dtype=self.target.dtype, device=self.target.device)
 
     def read(self, memories: Sequence[Memory]) -> Tensor:
         """Read all waiting states of some rows in one pass; returns the layer's output for each row's last [B, D]."""
