@@ -87,8 +87,7 @@ class PrefixDrafter(HeadDrafter):
         module, target = tree.module, tree.target
         self._layer = module.shared(target, PrefixLayer, lambda: PrefixLayer(target, module))
         self._call = Call("partial", 1, target.config.num_layers, read_bytes([self._layer.layer]))
-        self._recalled: tuple[Sequence[int], Memory] = (), Memory()  # for the next row
-        self.needs = Needs(prompt=True, recalls=lambda tokens: shared_length(self._recalled[0], tokens[:-1]))
+        self.needs = Needs(prompt=True, recalls=lambda tokens: shared_length(self._layer.recalled[0], tokens[:-1]))
 
     def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:
         """Take in the kept keys and values of the layer."""
@@ -96,7 +95,7 @@ class PrefixDrafter(HeadDrafter):
         count = kept.copy(family._replace(drafts=self._layer.fingerprint), tokens[:-1], cache, 0)
         if count:
             memory.append(*(part[0].transpose(0, 1) for part in cache.taken(0, 0, count)))
-        self._recalled = tokens[:count], memory
+        self._layer.recalled = tokens[:count], memory
 
     def keep(self, row: Row, length: int, kept: Kept, family: Family) -> None:
         """Keep the keys and values of the layer, as far as states were read."""
@@ -111,9 +110,9 @@ class PrefixDrafter(HeadDrafter):
         super().join(row)
         count, state = self.needs.recalled(row.tokens), row.state[self]
         if count:
-            state.memory = self._recalled[1]
+            state.memory = self._layer.recalled[1]
             state.memory.rewind(count)
-        self._recalled = (), Memory()
+        self._layer.recalled = (), Memory()
 
     def read(self, row: Row, result: PassResult, start: int) -> None:
         """Keep the states of a part of the prompt."""

@@ -139,9 +139,13 @@ class Memory:
 
 
 class PrefixLayer:
-    """The prefix layer for drafting, packed like the target's layers where these are packed."""
+    """The prefix layer for drafting, packed like the target's layers where these are packed.
+
+    recalled  the beginning of the next row's prompt that is kept, and what the layer has read of it
+    """
 
     def __init__(self, target: Decoder, module: HydraModule) -> None:
+        self.recalled: tuple[Sequence[int], Memory] = (), Memory()
         assert module.layer is not None
         self.target, self.module, self.layer = target, module, module.layer
         packed, block = copy.deepcopy(module.layer), target.blocks[0]
