@@ -7,8 +7,8 @@ import json
 import logging
 import socket
 import time
-from collections.abc import MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from served import SETTINGS, Gate, Server, running, until
-from test_openai import metrics
+from test_openai import metrics, text_of
 
 from anabranch.errors import FileError, InputError
 from anabranch.serve.access import LogLines
@@ -134,26 +134,72 @@ def test_connections_that_send_slowly_hold_up_nobody() -> None:
         assert all(b" 408 " in connection.recv(4096).split(b"\r\n")[0] for connection in slow[::2])
 
 
+def stuck(server: Server, **body: Any) -> Future[None]:
+    """Start a stream whose connection takes no bytes of the body."""
+    given: list[dict[str, Any]] = [{"type": "http.request", "body": json.dumps({**body, "stream": True}).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        return given.pop() if given else await asyncio.Future[dict[str, Any]]()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Future()
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": headers}
+    scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
+    loop = server.service.worker._loop
+    assert loop is not None
+    started = asyncio.run_coroutine_threadsafe(server.app(scope, receive, send), loop)
+    until(lambda: server.service.worker.jobs)
+    return started
+
+
 def test_a_client_that_reads_nothing_is_dropped() -> None:
-    """Its connection takes no more bytes: after ``send_seconds`` its row is free."""
-    with running(replace(SETTINGS, send_seconds=0.2), drafter="none") as server:
-        body = {"prompt": "the", "max_tokens": 80, "ignore_eos": True, "stream": True}
-        given: list[dict[str, Any]] = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    """After ``send_seconds`` its row is free, though its text has not ended."""
+    with running(replace(SETTINGS, send_seconds=0.2), drafter="none") as server, Gate(server) as gate:
+        stuck(server, prompt="the", max_tokens=80, ignore_eos=True)
+        gate.let(3)
+        until(lambda: gate.held and not server.service.worker.jobs)
 
-        async def receive() -> dict[str, Any]:
-            return given.pop() if given else await asyncio.Future[dict[str, Any]]()
 
-        async def send(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Future()
+def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
+    """The next one gets the only row while the first answer still waits to be read."""
+    with running(replace(SETTINGS, rows=1)) as server:
+        with Gate(server):
+            waiting = stuck(server, prompt="the", max_tokens=80, ignore_eos=True)
+        asked: dict[str, Any] = {"prompt": "a river", "max_tokens": 20, "temperature": 0}
+        text = server.reference.generate("a river", max_new_tokens=20).text
+        assert server.ask(COMPLETIONS, **asked)["choices"][0]["text"] == text
+        assert text_of(server.events(COMPLETIONS, **asked)) == text
+        assert not waiting.done()
+        waiting.cancel()
 
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": headers}
-        scope |= {"http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
-        loop = server.service.worker._loop
-        asyncio.run_coroutine_threadsafe(server.app(scope, receive, send), loop)
-        until(lambda: server.service.worker.jobs)
-        until(lambda: not server.service.worker.jobs)
+
+def order(server: Server, requests: Sequence[tuple[str, str, dict[str, Any]]]) -> list[int]:
+    """The numbers of requests (API key, path, body) in the order of their first tokens, if all wait at the start."""
+    worker = server.service.worker
+    with Gate(server) as gate, ThreadPoolExecutor(len(requests)) as pool:
+        sent = []
+        for key, path, body in requests:
+            sent.append(pool.submit(server.client.post, path, json=body, headers={"x-api-key": key}))
+            until(lambda: len(worker.jobs) == len(sent))
+        jobs = worker.jobs
+        gate.open()
+        assert [each.result().status_code for each in sent] == [200] * len(sent)
+    return sorted(range(len(jobs)), key=lambda number: jobs[number].first or 0)
+
+
+def test_the_priority_of_a_request_and_its_key_decide_who_is_next() -> None:
+    """Smaller priorities first, whatever the interface; among equals, keys get equal shares."""
+    body: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "drafter": "none"}
+    chat, completion = {**MESSAGE, **body}, {"prompt": "the", **body}
+    with running(replace(SETTINGS, rows=1, queue=16, api_keys=("many", "few"))) as server:
+        asked = [(COMPLETIONS, completion), ("/v1/chat/completions", chat)] * 2
+        urgent = [("many", path, {**fields, "priority": 2 - place}) for place, (path, fields) in enumerate(asked)]
+        assert order(server, urgent) == [3, 2, 1, 0]
+        shared = order(server, [(key, COMPLETIONS, completion) for key in ["many"] * 8 + ["few"] * 2])
+        assert max(shared.index(8), shared.index(9)) <= 5
 
 
 def test_a_full_queue_refuses_and_takes_again() -> None:
