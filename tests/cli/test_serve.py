@@ -8,6 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -17,43 +22,83 @@ from terminals import PROGRAM
 from anabranch.api import Model
 from verbs import Anabranch
 
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "the thing", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
-def test_it_prints_its_url_answers_and_drains_on_sigterm(where: list[object], model: Model) -> None:
-    command = [*PROGRAM, "serve", *map(str, where), "--port", "0", "--name", "toy", "--drain-seconds", "120"]
-    command += ["--preset", "codex"]
+
+@contextmanager
+def started(*options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process and its URL while the block runs."""
+    command = [*PROGRAM, "serve", *map(str, options), "--port", "0", "--name", "toy"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().removeprefix("serving at ").strip()
-            preset = [process.stdout.readline().strip() for _ in range(9)]
-            assert preset[:4] == ["", "Codex (~/.codex/config.toml):", "", 'model = "toy"']
-            assert preset[-1] == f'base_url = "{url}/v1"'
-            assert httpx.get(url + "/v1/models", timeout=300).json()["data"][0]["id"] == "toy"
-            answers: list[Any] = []
-            body = {"prompt": "the thing", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
-
-            def ask() -> None:
-                with httpx.stream("POST", url + "/v1/completions", json=body, timeout=300) as response:
-                    for line in response.iter_lines():
-                        answers.append(line)
-                        started.set()
-
-            started = threading.Event()
-            asking = threading.Thread(target=ask)
-            asking.start()
-            started.wait(300)
-            process.send_signal(signal.SIGTERM)
-            asking.join()
-            _, err = process.communicate(timeout=300)
+            yield process, process.stdout.readline().removeprefix("serving at ").strip()
         finally:
             process.kill()
+
+
+def refused(url: str) -> bool:
+    """Whether the server takes no new request."""
+    try:
+        return httpx.get(url + "/health", timeout=300).status_code == 503
+    except httpx.TransportError:
+        return True
+
+
+def streamed(url: str, begun: Callable[[], object], **fields: object) -> list[Any]:
+    """The events of a stream; ``begun`` is called at its first line."""
+    with httpx.stream("POST", url + COMPLETIONS, json={**BODY, "stream": True, **fields}, timeout=300) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        begun()
+        return [json.loads(line.removeprefix("data: ")) for line in [first, *lines] if line.startswith("data: {")]
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def test_it_prints_its_url_answers_and_drains_on_sigterm(where: list[object], model: Model) -> None:
+    with started(*where, "--drain-seconds", 120, "--preset", "codex") as (process, url), ThreadPoolExecutor(8) as pool:
+        assert process.stdout is not None
+        preset = [process.stdout.readline().strip() for _ in range(9)]
+        assert preset[:4] == ["", "Codex (~/.codex/config.toml):", "", 'model = "toy"']
+        assert preset[-1] == f'base_url = "{url}/v1"'
+        assert httpx.get(url + "/v1/models", timeout=300).json()["data"][0]["id"] == "toy"
+        begun = threading.Barrier(9)
+        streams = [pool.submit(streamed, url, begun.wait) for _ in range(8)]
+        begun.wait(300)
+        process.send_signal(signal.SIGTERM)
+        while not refused(url):  # the signal is on its way
+            time.sleep(0.01)
+        texts = [text_of(each.result()) for each in streams]
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 143
-    chunks = [json.loads(line.removeprefix("data: ")) for line in answers if line.startswith("data: {")]
-    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
-    assert text == model.generate("the thing", max_new_tokens=60, ignore_eos=True).text
+    assert texts == [model.generate("the thing", max_new_tokens=60, ignore_eos=True).text] * 8
     lines = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
-    assert [line["path"] for line in lines if "path" in line] == ["/v1/models", "/v1/completions"]
+    paths = Counter(line["path"] for line in lines if "path" in line)
+    assert (paths["/v1/models"], paths[COMPLETIONS]) == (1, 8)
     assert "Traceback" not in err
+
+
+@pytest.mark.thorough
+def test_requests_that_outlast_the_drain_get_an_error(where: list[object]) -> None:
+    """The texts of two requests that wait for one row cannot end at once: both clients get an error."""
+    with started(*where, "--rows", 1, "--drain-seconds", 0) as (process, url), ThreadPoolExecutor(2) as pool:
+        begun = threading.Event()
+        stream = pool.submit(streamed, url, begun.set, prompt=["the thing"] * 30)
+        begun.wait(300)
+        whole = pool.submit(httpx.post, url + COMPLETIONS, json={**BODY, "prompt": ["the thing"] * 34}, timeout=300)
+        while len(httpx.get(url + "/slots", timeout=300).json()) <= 30:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 143
+    assert "Traceback" not in err
+    said = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": None}
+    assert stream.result()[-1] == {"error": said}
+    assert (whole.result().status_code, whole.result().json()) == (503, {"error": said})
 
 
 def test_what_cannot_be_served_is_said_before_the_model_is_loaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from anabranch.api import Model
 from anabranch.errors import InputError
 from anabranch.serve.access import LOG, LogLines
 from anabranch.serve.app import create_app
+from anabranch.serve.service import Service
 from anabranch.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ BACKLOG = 2048
 # Seconds for which an idle connection stays open: longer than clients keep theirs (httpx 5, Go 90), so that none sends
 # a request on a connection that is being closed.
 KEEP_ALIVE = 120
+LAST_SECONDS = 5  # in which requests that were cut off take their error; then their connections are closed
 
 
 def bound(settings: Settings) -> socket.socket:
@@ -48,7 +51,7 @@ def serve(model: Model, settings: Settings, listening: socket.socket, ready: Cal
     """Serve a model at a socket until a signal comes.
 
     ``ready`` is called with the URL and the model's name once requests are taken. Requests that run at the signal have
-    ``drain_seconds`` to end. Logs are lines of JSON on standard error.
+    ``drain_seconds`` to end; then they get an error. Logs are lines of JSON on standard error.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(LogLines())
@@ -65,10 +68,11 @@ def serve(model: Model, settings: Settings, listening: socket.socket, ready: Cal
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=settings.drain_seconds,
+        timeout_graceful_shutdown=settings.drain_seconds + LAST_SECONDS,
         lifespan="on",
     )
-    server = _Server(config, lambda: ready(_url(listening), app.state.service.names[0]), app.state.service.drain)
+    service: Service = app.state.service
+    server = _Server(config, lambda: ready(_url(listening), service.names[0]), service)
     try:
         server.run(sockets=[listening])
     finally:
@@ -86,11 +90,11 @@ def _traces() -> TracerProvider | None:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it takes requests, and when it stops to."""
+    """Tells when it takes requests, and lets those that run end in time."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], draining: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], service: Service) -> None:
         super().__init__(config)
-        self._ready, self._draining = ready, draining
+        self._ready, self._service = ready, service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -98,7 +102,9 @@ class _Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._draining()
+        self._service.drain()
+        # what still decodes then ends with an error in its interface's form; uvicorn would only close its connection
+        asyncio.get_running_loop().call_later(self._service.settings.drain_seconds, self._service.worker.end)
         await super().shutdown(sockets)
 
 

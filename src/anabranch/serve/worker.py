@@ -95,9 +95,13 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End what is left and the thread."""
+    def end(self) -> None:
+        """End what is left with an error, and then the thread."""
         self._inbox.put(("stop", None))
+
+    async def stop(self) -> None:
+        """End, and wait until the thread has ended."""
+        self.end()
         await asyncio.to_thread(self._thread.join)
 
     @property
