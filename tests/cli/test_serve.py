@@ -13,13 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from terminals import PROGRAM
 
-from anabranch.api import Model
+from anabranch.api import Model, load
+from anabranch.model.peft import write_lora
+from small import drawn_lora
+from toy_text import ToyFolders
 from verbs import Anabranch
 
 COMPLETIONS = "/v1/completions"
@@ -99,6 +103,29 @@ def test_requests_that_outlast_the_drain_get_an_error(where: list[object]) -> No
     said = {"message": "the server is shutting down", "type": "server_error", "param": None, "code": None}
     assert stream.result()[-1] == {"error": said}
     assert (whole.result().status_code, whole.result().json()) == (503, {"error": said})
+
+
+@pytest.mark.thorough
+def test_loras_are_served_by_their_names(toys: ToyFolders, tmp_path: Path) -> None:
+    """At the same time as the model itself; each gives the texts of a model into which it alone is merged."""
+    where = {"dtype": "float32", "device": "cpu", "drafter": "none"}
+    expected, options = {}, [f"--{name}={value}" for name, value in where.items()]
+    with load(toys.model, **where) as plain:
+        expected["toy"] = plain.generate("the thing", max_new_tokens=60, ignore_eos=True).text
+        config = plain.target.config
+    for seed, name in enumerate(("first", "second")):
+        write_lora(tmp_path / name, drawn_lora(config, seed=seed), base="toy")
+        options += ["--lora-model", f"{name}={tmp_path / name}"]
+        with load(toys.model, lora=tmp_path / name, **where) as tuned:
+            expected[name] = tuned.generate("the thing", max_new_tokens=60, ignore_eos=True).text
+    with started("--model", toys.model, *options) as (_, url), ThreadPoolExecutor(6) as pool:
+        listed = httpx.get(url + "/v1/models", timeout=300).json()["data"]
+        names = list(expected) * 2
+        answers = pool.map(lambda name: httpx.post(url + COMPLETIONS, json={**BODY, "model": name}, timeout=300), names)
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    assert [each["id"] for each in listed] == list(expected)
+    assert texts == list(expected.values()) * 2
+    assert len(set(texts)) == 3
 
 
 def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
