@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import select
 import socket
 import time
 from collections.abc import MutableMapping, Sequence
@@ -113,6 +114,17 @@ def test_bodies_that_are_too_large_or_too_slow() -> None:
         assert response.status_code == 413
         theirs = server.post("/v1/messages", **MESSAGE, max_tokens=1, metadata={"user_id": "x" * 2000})
         assert (theirs.status_code, theirs.json()["error"]["type"]) == (413, "request_too_large")
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=300) as connection:
+            connection.sendall(
+                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000\r\n\r\n".encode()
+            )
+            connection.sendall(b"x" * 1500)
+            assert not select.select([connection], [], [], 0.2)[0], (
+                "closed while it is sending, it could lose the answer"
+            )
+            connection.sendall(b"x" * 1500)
+            assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
     with running(replace(SETTINGS, body_seconds=0.2)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=300) as slow:

@@ -302,4 +302,4 @@ def test_a_soak_leaves_nothing_behind(toys: ToyFolders, tmp_path: Path) -> None:
     command = [sys.executable, script, "--model", toys.model, "--seconds", "300", "--out", out, "--", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(out.read_text(encoding="utf-8"))["requests"]["probe 200"] > 0
+    assert json.loads(out.read_text(encoding="utf-8"))["requests"]["seeded probe 200"] > 0

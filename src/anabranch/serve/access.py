@@ -28,6 +28,8 @@ LOG = logging.getLogger("anabranch.serve")
 FIELDS = "anabranch_fields"  # attribute of records
 OPEN = frozenset(("/", "/health", "/v1/models", "/metrics", "/openapi.json"))
 PAGE = "/page/"  # the files of the page, which asks for the key itself
+# times the limit that is read of a larger body: closing a connection on which data arrive can lose the response
+READ_ON = 4
 ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -182,17 +184,17 @@ class Body:
         """The body; None if the client has gone. Raises RequestError for one that is too large."""
         large = RequestError(413, f"a request may have {self.size:,} bytes; send less", code="request_too_large")
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self.size:
+        if length.isdigit() and int(length) > READ_ON * self.size:
             raise large
         parts: list[bytes] = []
-        size = 0
-        while True:
+        size, more = 0, True
+        while more and size <= READ_ON * self.size:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.size:
-                raise large
-            if not message.get("more_body", False):
-                return b"".join(parts)
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+            if size <= self.size:
+                parts.append(message.get("body", b""))
+        if size > self.size:
+            raise large
+        return b"".join(parts)
