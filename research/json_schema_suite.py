@@ -1,7 +1,7 @@
 """The JSON Schema Test Suite under ``schema=``: which schemas are refused, and which instances could be written.
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
-    python research/json_schema_suite.py JSON-Schema-Test-Suite --out benchmarks/json-schema-suite-2026-11-26.json
+    python research/json_schema_suite.py JSON-Schema-Test-Suite --out benchmarks/json-schema-suite-2026-11-29.json
 
 An instance can be written if the constraint accepts its JSON as ``json.dumps`` writes it, letter by letter. No model is
 needed. Instances that a schema forbids must not be written (``unsound``); of those that it allows, some are not written
@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import sys
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from anabranch.bench.report import environment
 from anabranch.errors import InputError
 from anabranch.structure.grammar import compiled, source_of
 from anabranch.structure.matcher import GrammarConstraint
 from anabranch.structure.vocabulary import Vocabulary
+from anabranch.support.files import shown_command, write_atomically
 
 DRAFTS = ("draft7", "draft2020-12")
 END = "<end>"
@@ -83,8 +86,13 @@ def main() -> None:
     tokenizer = letters()
     vocabulary = Vocabulary.of(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
     drafts = {name: of_draft(options.suite / "tests" / name, tokenizer, vocabulary) for name in DRAFTS}
-    record = {"llguidance": version("llguidance"), "python": platform.python_version(), "drafts": drafts}
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = {
+        "command": shown_command("python", *sys.argv),
+        "llguidance": version("llguidance"),
+        "drafts": drafts,
+        "environment": environment(torch.device("cpu")),
+    }
+    write_atomically(options.out, json.dumps(record, indent=1) + "\n")
     for name, found in drafts.items():
         print(name, found["counts"])
 
