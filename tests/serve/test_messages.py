@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
+from pydantic import BaseModel
 from served import CALL, Server
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -40,6 +41,21 @@ def test_their_client_gets_the_text_of_chat(server: Server) -> None:
     assert usage.output_tokens == len(expected.token_ids)
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 12)
     assert counted.input_tokens == len(expected.prompt_ids)
+
+
+class Place(BaseModel):
+    kind: Literal["town", "river"]
+    far: bool
+
+
+def test_their_client_parses_formats(server: Server) -> None:
+    asked: dict[str, Any] = {"model": "claude-any", "messages": TALK, "max_tokens": 60, "extra_body": GREEDY}
+    with client(server) as theirs:
+        said = theirs.messages.parse(**asked, output_format=Place)
+        with theirs.messages.stream(**asked, output_format=Place) as stream:
+            streamed = stream.get_final_message()
+    assert isinstance(said.parsed_output, Place)
+    assert streamed.parsed_output == said.parsed_output
 
 
 def test_their_client_lists_models(server: Server) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 from served import CALL, Server
 
 RESPONSES = "/v1/responses"
@@ -125,9 +125,38 @@ def test_openais_own_client(server: Server) -> None:
         with pytest.raises(openai.NotFoundError):
             one.chat.completions.create(model="none", messages=talk)
 
+    async def one_of_many(many: openai.AsyncOpenAI, stream: bool) -> str:
+        said: Any = await many.chat.completions.create(messages=talk, max_tokens=10, stream=stream, **asked)
+        if not stream:
+            return str(said.choices[0].message.content)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in said])
+
     async def together() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as many:
-            calls = [many.chat.completions.create(messages=talk, max_tokens=10, **asked) for _ in range(4)]
-            return [json.dumps(said.choices[0].message.content) for said in await asyncio.gather(*calls)]
+            return await asyncio.gather(*(one_of_many(many, stream) for stream in (False, True) * 2))
 
-    assert asyncio.run(together()) == [json.dumps(expected)] * 4
+    assert asyncio.run(together()) == [expected] * 4
+
+
+class Place(BaseModel):
+    at: Literal[1, 22]
+
+
+def test_openais_client_parses_formats_and_calls(caller: Server) -> None:
+    """The classes that a caller gives become schemas, and the answers and arguments instances of them."""
+    talk: list[Any] = [{"role": "user", "content": "a"}]
+    asked: dict[str, Any] = {"model": "toy", "temperature": 0}
+    with client(caller) as one:
+        said = one.chat.completions.parse(messages=talk, max_tokens=60, response_format=Place, **asked)
+        assert isinstance(said.choices[0].message.parsed, Place)
+        response = one.responses.parse(input=talk, max_output_tokens=60, text_format=Place, **asked)
+        assert response.output_parsed == said.choices[0].message.parsed
+        look = openai.pydantic_function_tool(Place, name="look")
+        calling = one.chat.completions.parse(
+            messages=talk, max_tokens=80, tools=[look], tool_choice="required", **asked
+        )
+        (call,) = calling.choices[0].message.tool_calls or ()
+        assert (call.function.name, calling.choices[0].finish_reason) == ("look", "tool_calls")
+        assert isinstance(call.function.parsed_arguments, Place)
+        with one.chat.completions.stream(messages=talk, max_tokens=60, response_format=Place, **asked) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == said.choices[0].message.parsed
