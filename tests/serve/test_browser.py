@@ -105,6 +105,8 @@ def test_tokens_are_marked_and_show_their_trees(server: Server, open_page: OpenP
     numbers = shown(page)
     assert numbers["Tokens, passes"] == f"{len(expected.token_ids)}, {steps}"
     assert numbers["Tokens per pass"] == f"{len(expected.token_ids) / steps:.2f}"
+    costs = page.locator("#cost li").all_text_contents()
+    assert sum(int(said.split("%")[0].split()[-1]) for said in costs) == pytest.approx(100, abs=1)  # each is rounded
     marks = {name for kind in tokens.evaluate_all("all => all.map(each => each.className)") for name in kind.split()}
     assert {"own", "m0"} <= marks  # the target's own tokens and those of streams
     page.locator(".text .t.m0").first.hover()
@@ -307,7 +309,7 @@ def test_other_files_are_refused(server: Server, open_page: OpenPage, tmp_path: 
 def test_a_trace_of_another_model_shows_token_ids(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
     path = tmp_path / "recorded.jsonl"
     step = '{"row": 0, "at": 0, "tokens": [70000, 9], "parents": [-1, 0], "sources": [0, 1], "path": [0, 1], '
-    step += '"next": 80000, "kept": 2, "drafted": 1, "ms": [0, 1, 0, 0, 0]}'
+    step += '"next": 80000, "kept": 2, "drafted": 1, "ms": [2, 12, 1, 1, 4]}'
     path.write_text(f'{{"trace": 2, "settings": {{}}}}\n{{"source": "new 1"}}\n{step}\n{{"row": 0, "at"')
     page = open_page(server)
     page.locator("#file").set_input_files(path)
@@ -316,6 +318,13 @@ def test_a_trace_of_another_model_shows_token_ids(server: Server, open_page: Ope
     assert text.evaluate("node => node.textContent") == "\u27e89\u27e9\u27e880000\u27e9"
     expect(page.locator(".trace .note")).to_contain_text("Token ids are shown")
     assert text.locator(".t").first.get_attribute("class").split()[1] in ("m1", "m2", "m3", "m6", "m7")
+    costs = ["Drafts 30%, 6.00 ms a step", "Target\u2019s passes 60%, 12.0 ms a step", "Other 10%, 2.00 ms a step"]
+    assert page.locator("#cost li").all_text_contents() == costs
+    assert page.locator("#cost .bar span").evaluate_all("all => all.map(each => each.style.flexGrow)") == [
+        "6",
+        "12",
+        "2",
+    ]
 
 
 def test_pictures_and_traces_are_saved(server: Server, open_page: OpenPage, tmp_path: Path) -> None:
