@@ -38,7 +38,12 @@ def test_own_prompts_need_nothing() -> None:
 
 def test_suite_takes_the_first_turn_and_spreads_the_limit_over_tasks(spec_bench: Path) -> None:
     prompts = load_suite("spec_bench", data=spec_bench, limit=4)
-    assert [(p.task, p.text) for p in prompts] == [("a", "t0"), ("b", "t3"), ("a", "t1"), ("b", "t4")]
+    assert [(p.task, p.text, p.later) for p in prompts] == [
+        ("a", "t0", ()),
+        ("b", "t3", ()),
+        ("a", "t1", ()),
+        ("b", "t4", ()),
+    ]
 
 
 def test_one_task_of_a_suite(spec_bench: Path) -> None:
@@ -57,6 +62,16 @@ def test_suites_have_their_own_fields(tmp_path: Path) -> None:
         ("HumanEval/0", "humaneval", "def f():"),
         ("1", "gsm8k", "how many?"),
     ]
+    assert [p.later for p in prompts] == [("two",), (), ()]
+
+
+def test_a_later_turn_without_a_text(tmp_path: Path) -> None:
+    path = _write(tmp_path / "mt_bench/test.jsonl", [{"question_id": 81, "turns": ["one", " "]}])
+    with pytest.raises(FileError, match=r"line 1 of .*: the field 'turns' is empty"):
+        load_suite("mt_bench", data=tmp_path)
+    _write(path, [{"question_id": 81, "turns": ["one", "\ud800"]}])
+    with pytest.raises(InputError, match="the text of the prompt '81' contains an unpaired surrogate"):
+        load_suite("mt_bench", data=tmp_path)
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -19,12 +19,17 @@ __all__ = ["SUITES", "Application", "Suite", "SuitePrompt", "load_suite"]
 
 @dataclass(frozen=True)
 class SuitePrompt:
-    """A prompt and its task; ``messages`` is the conversation that ``text`` shows, if it is one."""
+    """A prompt and its task.
+
+    messages  the conversation that ``text`` shows or ends, if it is one
+    later     the user's later turns, to be asked once the text is answered (``conversations.with_later_turns``)
+    """
 
     name: str
     task: str
     text: str
     messages: tuple[dict[str, str], ...] = ()
+    later: tuple[str, ...] = ()
 
     @property
     def asked(self) -> str | tuple[dict[str, str], ...]:
@@ -36,19 +41,23 @@ class SuitePrompt:
 class Suite:
     """The location of a known suite in a data folder, and its fields.
 
-    hub  (data set, configuration, split, field of the prompt) on the hub, if it is there
+    hub          (data set, configuration, split, field of the prompt) on the hub, if it is there
+    later_turns  keep the turns after the first of a conversation
     """
 
     stem: str
     field: str
     task_field: str = ""
     hub: tuple[str, str | None, str, str] | None = None
+    later_turns: bool = False
 
 
 SUITES: dict[str, Suite] = {
     "spec_bench": Suite("spec_bench/test", "turns", "task"),
     "mt_bench": Suite(
-        "mt_bench/test", "turns", "category", ("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt")
+        *("mt_bench/test", "turns", "category"),
+        hub=("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),
+        later_turns=True,
     ),
     "humaneval": Suite("humaneval/test", "prompt", "", ("openai/openai_humaneval", None, "test", "prompt")),
     "gsm8k": Suite("gsm8k/test", "question", "", ("openai/gsm8k", "main", "test", "question")),
@@ -78,8 +87,8 @@ def load_suite(
     tasks  keep only the prompts of these tasks
     limit  keep this many prompts, spread evenly over the tasks in file order
 
-    Only the first turn of a conversation is used. Raises InputError for invalid arguments, FileError for an invalid
-    file, and FetchError if the hub cannot be reached.
+    A prompt is the first turn of a conversation; of mt_bench, ``SuitePrompt.later`` has the others. Raises InputError
+    for invalid arguments, FileError for an invalid file, and FetchError if the hub cannot be reached.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
@@ -112,13 +121,13 @@ def _read(suite: str, data: Path | None, field: str) -> Iterator[SuitePrompt]:
         return
     if data is not None:
         path = _in_folder(suite, known, data)
-        yield from _prompts(read_rows(path), str(path), suite, known.field, known.task_field)
+        yield from _prompts(read_rows(path), str(path), suite, known.field, known.task_field, known.later_turns)
         return
     by_hand = f"the suite {suite!r} is not part of the package; give its folder with --data FOLDER"
     if known.hub is None:
         raise InputError(by_hand)
     rows = _hub(known.hub, by_hand)
-    yield from _prompts(rows, known.hub[0], suite, known.hub[3], known.task_field)
+    yield from _prompts(rows, known.hub[0], suite, known.hub[3], known.task_field, known.later_turns)
 
 
 def _in_folder(suite: str, known: Suite, data: Path) -> Path:
@@ -130,31 +139,38 @@ def _in_folder(suite: str, known: Suite, data: Path) -> Path:
 
 
 def _prompts(
-    rows: Iterator[tuple[int, Mapping[str, Any]]], where: str, task: str, field: str, task_field: str
+    rows: Iterator[tuple[int, Mapping[str, Any]]],
+    where: str,
+    task: str,
+    field: str,
+    task_field: str,
+    later_turns: bool = False,
 ) -> Iterator[SuitePrompt]:
     for number, row in rows:
-        text = row.get(field)
-        if isinstance(text, list) and text:
-            text = text[0]
+        value = row.get(field)
+        texts: list[Any] = value if isinstance(value, list) and value else [value]
         if field not in row:
             fields = ", ".join(row) or "none"
             raise FileError(
                 f"line {number} of {where} has no text in the field {field!r}; its fields are {fields}: choose with "
                 "--field"
             )
-        if not isinstance(text, str) or not text.strip():
-            what = "not a text" if text and not isinstance(text, str) else "empty"
-            raise FileError(
-                f"line {number} of {where}: the field {field!r} is {what}; write a prompt there, or delete the line"
-            )
+        turns = texts if later_turns else texts[:1]
+        for text in turns:
+            if not isinstance(text, str) or not text.strip():
+                what = "not a text" if text and not isinstance(text, str) else "empty"
+                raise FileError(
+                    f"line {number} of {where}: the field {field!r} is {what}; write a prompt there, or delete the line"
+                )
         name = next((row[key] for key in NAMES if key in row), number)
-        prompt = SuitePrompt(str(name), str(row.get(task_field, task)), text)
+        prompt = SuitePrompt(str(name), str(row.get(task_field, task)), turns[0], later=tuple(turns[1:]))
         _check_characters(prompt, number, where)
         yield prompt
 
 
 def _check_characters(prompt: SuitePrompt, number: int, where: str) -> None:
-    for what, text in (("name", prompt.name), ("task", prompt.task), ("text", prompt.text)):
+    texts = [("text", text) for text in (prompt.text, *prompt.later)]
+    for what, text in (("name", prompt.name), ("task", prompt.task), *texts):
         if half := LONE_SURROGATES.search(text):
             raise InputError(
                 f"line {number} of {where}: the {what} of the prompt {prompt.name!a} contains an unpaired surrogate, "

@@ -128,8 +128,12 @@ def prepared(
 ) -> Prepared:
     """Load the target once for each kind of weights, encode the ``prompts`` of ``source``, and describe it all.
 
+    The encoded prompts include the later turns of conversations.
+
     Raises InputError for a prompt without tokens or too long for the model.
     """
+    from anabranch.bench.conversations import with_later_turns
+    from anabranch.cli.show import note
     from anabranch.model.quantize import ROUNDINGS
     from anabranch.prompts import chat_ids
 
@@ -143,6 +147,9 @@ def prepared(
             seconds[f"pack{suffix}"] = round(loaded.pack_seconds, 3)
     first = next(iter(targets.values()))
     longest, tokenizer = first.target.config.max_positions, first.target.tokenizer
+    prompts = with_later_turns(
+        prompts, first, call=config.sampling, max_new_tokens=config.max_new_tokens, raw=source.raw, tell=note
+    )
     encoded: list[Encoded] = [(prompt, chat_ids(tokenizer, prompt.asked, raw=source.raw)) for prompt in prompts]
     for prompt, ids in encoded:
         if not ids:

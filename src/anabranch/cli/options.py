@@ -138,7 +138,9 @@ class Prompts:
     split: Annotated[
         str, typer.Option(help="with --task: use the rows of train, validation, test, or all of a file of your own")
     ] = "test"
-    limit: Annotated[int | None, typer.Option(help="use only this many prompts, spread over the tasks")] = None
+    limit: Annotated[
+        int | None, typer.Option(help="use only this many prompts or conversations, spread over the tasks")
+    ] = None
     raw: Raw = False
 
     @property
