@@ -13,6 +13,7 @@ from anabranch.adapters.folder import CONFIG, load_adapter, read_record
 from anabranch.adapters.record import method_of
 from anabranch.drafting.counting import parameters
 from anabranch.drafting.settings import Settings, TreeSettings
+from anabranch.drafting.tables import TableSettings, find_tables
 from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import Loaded
 from anabranch.methods import Method, make_drafter, methods, parse_spec
@@ -199,7 +200,8 @@ def facts(case: Case, target: Target) -> dict[str, Any]:
 
     extra_parameters  trained parameters besides the target's; those merged into a tuned target are not extra
     parameter_share   the same divided by the target's parameters
-    bytes             of the stored adapter; ``tuned_bytes`` of the tuned target's weights, if there is one
+    bytes             of the stored adapter or tables; ``tuned_bytes`` of the tuned target's weights, if there is one
+    tables            what the tables were counted from: "tokens", and for a datastore "documents"
     data_sha256       of the training examples
     init              SHA-256 of the weights that training started from, if it did not start from fresh ones
     seconds           of training; with ``seconds_from`` "log", estimated from the run's log
@@ -209,10 +211,14 @@ def facts(case: Case, target: Target) -> dict[str, Any]:
         extra = parameters(build_decoder(draft_of(target.decoder, settings, case.method.name).config))
         return {"extra_parameters": extra, "parameter_share": round(extra / of_target, 6)}
     if case.folder is None:
-        return {"extra_parameters": 0, "parameter_share": 0.0, "bytes": 0}
+        found: dict[str, Any] = {"extra_parameters": 0, "parameter_share": 0.0, "bytes": 0}
+        if isinstance(settings, TableSettings) and case.method.tables is not None:
+            opened = find_tables(case.method.tables, target.decoder, settings.data)
+            found |= {"bytes": sum(array.nbytes for array in opened.arrays.values()), "tables": opened.facts}
+        return found
     record = read_record(case.folder)
     training, run = record["training"], case.folder / "training"
-    found: dict[str, Any] = {
+    found = {
         "extra_parameters": record["parameters"],
         "parameter_share": round(record["parameters"] / of_target, 6),
         "bytes": (case.folder / WEIGHTS).stat().st_size + (case.folder / CONFIG).stat().st_size,

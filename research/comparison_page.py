@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import by_target
 import larger_targets
 from benchmark_tables import table
 from comparison_tables import (
     acceptance,
     costs,
+    depths,
     dots,
     failures,
     heading,
@@ -31,6 +33,7 @@ from speed_chart import speed_chart
 PAGE = "docs/comparison.md"
 RESULTS = "<!-- results: research/comparison_page.py -->", "<!-- end of results -->"
 DEFAULT = "<!-- default: research/comparison_page.py -->", "<!-- end of default -->"
+TARGETS = "<!-- targets: research/comparison_page.py -->", "<!-- end of targets -->"
 LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->"
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
 COPIED = {"methods-epyc-avx512-2cores-2026-11-25": ("streams",)}  # a 4-bit copy of the target drafted before them
@@ -38,11 +41,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
     ("Mean acceptance length by task", "", acceptance),
     (
-        "Times plain decoding by task",
-        "Tokens per second over plain decoding's, of all prompts of a task; in brackets, where the result has rates by "
-        "prompt, the middle 95 % over resampled prompts (bootstrap).",
-        speeds,
+        "Acceptance by depth",
+        "Of the steps with a draft, the percentage that accepted at least so many of its tokens; the largest drafts.",
+        depths,
     ),
+    ("Times plain decoding by task", "", speeds),
     ("Cost of a step", "One prompt at a time; medians over prompts.", costs),
     ("Where the papers rank a method higher", "", ranks),
     ("Not measured", "", failures),
@@ -61,12 +64,11 @@ def results(larger: Mapping[str, Result]) -> list[str]:
     return lines
 
 
-def default() -> list[str]:
+def default(results: Mapping[str, Result]) -> list[str]:
     """The results of the default model, the newest first."""
     lines = []
-    for stem, result in sorted(stored("methods-epyc-*.json").items(), key=_date, reverse=True):
-        lines += [f"### {_date((stem, result))}", "", *heading(result)]
-        lines += sections(without(result, COPIED.get(stem, ())), "####")
+    for stem, result in sorted(results.items(), key=_date, reverse=True):
+        lines += [f"### {_date((stem, result))}", "", *heading(result), *sections(result, "####")]
     return lines
 
 
@@ -104,9 +106,11 @@ def outputs() -> dict[str, str]:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
     text = between(PAGE, text, LARGER, larger_targets.lines())
-    text = between(PAGE, text, DEFAULT, default())
+    small = {stem: without(each, COPIED.get(stem, ())) for stem, each in stored("methods-epyc-*.json").items()}
+    text = between(PAGE, text, DEFAULT, default(small))
     compared = stored("methods-qwen*.json").items()
     larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))  # two cores first
+    text = between(PAGE, text, TARGETS, by_target.lines(small, larger))
     files = {PAGE: between(PAGE, text, RESULTS, results(larger))}
     for stem, result in larger.items():
         if result["environment"]["device"] == "cpu":

@@ -13,11 +13,15 @@ from speed_chart import Dot
 __all__ = [
     "acceptance",
     "alone",
+    "by_depth",
     "costs",
+    "depths",
     "dots",
     "failures",
     "heading",
     "largest",
+    "methods",
+    "minutes",
     "ranks",
     "speeds",
     "summary",
@@ -29,6 +33,9 @@ Record = Mapping[str, Any]
 FORMATS = {"none": "bf16", "int8": "int8", "int4": "int4", "auto": "as stored"}
 LOAD, PLAIN, REJECTION = "auto", "none", "rejection"
 MOST = 10  # dots of the chart
+DEPTHS = 8  # columns of acceptance by depth; longer drafts are those of lookups
+# seconds of the trainings that an adapter started from, by its SHA-256 (docs/adapter.md)
+EARLIER = {"d5c9afd60fead4a6925e62861eb761de53b68eb1d11e456c5b0707812230571d": 53 + 159}
 
 
 class Printed(NamedTuple):
@@ -57,7 +64,7 @@ PRINTED = {
 def heading(result: Result) -> list[str]:
     """The run and the machine in one sentence."""
     run = result["run"]
-    measured = {name for method in _methods(result) for name in method["parts"]}
+    measured = {name for method in methods(result) for name in method["parts"]}
     text = f"{machine_line(result)} {run['limit']} prompts of {run['suite']} one at a time, "
     text += f"{run['max_new_tokens']} new tokens"
     if any(name.startswith(f"{run['rows']} rows") for name in measured):
@@ -107,7 +114,8 @@ def _length(record: Record | None) -> str:
     return "-" if record is None else _number(record["mean_acceptance_length"])
 
 
-def _methods(result: Result) -> Iterator[Method]:
+def methods(result: Result) -> Iterator[Method]:
+    """The methods of which some part was measured."""
     return (method for method in result["compared"] if "parts" in method)
 
 
@@ -141,32 +149,79 @@ def summary(result: Result) -> list[str]:
     titles = ["method", "parameters", "training, min", "mean acceptance length", *CALL_TITLES, "at T = 1", "step"]
     titles += [f"{_counted(rows)}, {FORMATS[weights]}" for rows, weights in kinds]
     lines = []
-    for method in _methods(result):
+    for method in methods(result):
         greedy, sampled = largest(alone(method)), largest(_part(method, "sampled"))
-        seconds = method["facts"].get("seconds")
         cells = [f"`{method['name']}`", f"{method['facts']['extra_parameters']:,}"]
-        cells += ["-" if seconds is None else _number(seconds / 60, 0), _length(greedy)]
+        cells += [minutes(method["facts"]), _length(greedy)]
         cells += [*call_cells(greedy or {}), _length(sampled)]
         cells += ["-" if greedy is None else _number(greedy.get("relative_step"))]
         cells += [_speed(method, rows, weights) for rows, weights in kinds]
         lines.append([*cells, _verdict(method)])
-    return table([*titles, "equal in float32"], lines)
+    return [*table([*titles, "equal in float32"], lines), *_sizes(result)]
+
+
+def minutes(facts: Mapping[str, Any]) -> str:
+    """Minutes of training; those of the last of several trainings say so, unless the others are known."""
+    if "seconds" not in facts:
+        return "-"
+    earlier = EARLIER.get(facts["adapter"])
+    last = " (the last training)" if facts.get("init") and earlier is None else ""
+    return f"{_number((facts['seconds'] + (earlier or 0)) / 60, 0)}{last}"
+
+
+def _sizes(result: Result) -> list[str]:
+    """The sizes of datastores and tables of n-grams, or that the result does not have them."""
+    sizes = []
+    for method in methods(result):
+        if method["method"] in ("rest", "ngram"):
+            facts = method["facts"]
+            size = f"{facts['tables']['tokens']:,} tokens, {facts['bytes'] / 1e6:.1f} MB" if "tables" in facts else ""
+            sizes.append(f"`{method['name']}`: {size or 'not recorded'}")
+    return [f"Sizes of the tables: {'; '.join(sizes)}.", ""] if sizes else []
 
 
 def acceptance(result: Result) -> list[str]:
     """Mean acceptance length by task, greedy."""
-    records = ((method, record) for method in _methods(result) for record in _fixed(alone(method)))
-    return _by_task(records, "mean_acceptance_length")
+    records = ((method, record) for method in methods(result) for record in _fixed(alone(method)))
+    return [_behind(result), "", *_by_task(records, "mean_acceptance_length")]
 
 
 def speeds(result: Result) -> list[str]:
     """Tokens/s over plain decoding's by task, with intervals by bootstrap where the result has rates by prompt."""
     by_prompt = result["run"].get("tasks", [])
-    return _by_task(
-        ((method, record) for method in _methods(result) for record in alone(method)),
+    caption = (
+        "Tokens per second over plain decoding's, of all prompts of a task; in brackets, where the result has rates by "
+        f"prompt, the middle 95 % over resampled prompts (bootstrap). {_behind(result)}"
+    )
+    rows = _by_task(
+        ((method, record) for method in methods(result) for record in alone(method)),
         "speedup_total",
         lambda method, record, task: task_cell(record, _row(method)[0], by_prompt, task),
     )
+    return [caption, "", *rows]
+
+
+def _behind(result: Result) -> str:
+    """The number of prompts of a task, in a sentence."""
+    records = (record for method in methods(result) for record in alone(method))
+    counts = {part["prompts"] for record in records for part in record["by_task"].values()}
+    number = " to ".join(str(count) for count in sorted({min(counts, default=0), max(counts, default=0)}))
+    return f"A cell of one task rests on {number} prompt{'' if number == '1' else 's'}."
+
+
+def depths(result: Result) -> list[str]:
+    """Acceptance by depth, greedy, with the largest node budget."""
+    found = ((method["name"], largest(alone(method))) for method in methods(result))
+    return by_depth([([f"`{name}`", record["name"]], record) for name, record in found if record], ("method", "draft"))
+
+
+def by_depth(records: Sequence[tuple[list[str], Record]], titles: Sequence[str]) -> list[str]:
+    """A row per record, which begins with the given cells; shares of the steps with a draft, in percent."""
+    rows = []
+    for cells, record in records:
+        shares = [f"{100 * share:.0f}" for share in record["acceptance_by_depth"][:DEPTHS]]
+        rows.append([*cells, *shares, *["-"] * (DEPTHS - len(shares))])
+    return table([*titles, *map(str, range(1, DEPTHS + 1))], rows, left=len(titles))
 
 
 def _by_task(
@@ -194,7 +249,7 @@ def costs(result: Result) -> list[str]:
     """The parts of a step, in milliseconds and relative to a step of plain decoding."""
     weights = [each for each in result["run"]["weights"] if each in FORMATS]
     lines = []
-    for method in _methods(result):
+    for method in methods(result):
         for record in _fixed(alone(method)):
             cells = [f"`{method['name']}`", record["name"]]
             for each in weights:
@@ -215,7 +270,7 @@ def ranks(result: Result) -> list[str]:
     if result.get("run", {}).get("model", "default") != "default":
         return []
     paragraphs = []
-    for method in _methods(result):
+    for method in methods(result):
         record, theirs = largest(alone(method)), PRINTED.get(method["name"])
         if theirs is None or record is None or "draft_share" not in record:
             continue
@@ -235,7 +290,7 @@ def ranks(result: Result) -> list[str]:
 def failures(result: Result) -> list[str]:
     """The table of failures, with their reasons."""
     lines = []
-    for method in _methods(result):
+    for method in methods(result):
         for name, part in method["parts"].items():
             failed = [("", part)] if isinstance(part, dict) else [(record["name"], record) for record in part]
             lines += [[f"`{method['name']}`", name, who, r["error"]] for who, r in failed if "error" in r]
@@ -245,7 +300,7 @@ def failures(result: Result) -> list[str]:
 def dots(result: Result) -> list[Dot]:
     """The fastest drafter of a fixed size for each of the ten fastest methods."""
     found = []
-    for method in _methods(result):
+    for method in methods(result):
         records = [r for r in _fixed(alone(method)) if "relative_step" in r and "speedup_total" in r]
         if records:
             best = max(records, key=lambda record: float(record["speedup_total"]))

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmark_tables import table
+from comparison_tables import by_depth
 from generated import newest, results
 from intervals import cell, speedup_interval, task_cell
 
-__all__ = ["lines"]
+__all__ = ["TARGET", "contenders", "lines"]
 
 Result = Mapping[str, Any]
+Contender = tuple[str, Result, Result, Result]
 PASSES, RUNS, LEARNED = "passes-by-nodes-*.json", "qwen2.5-coder-*-spec-bench-*.json", "study-learning_larger-*.json"
 PLAIN = "none"
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"  # whose costs the paragraph on other methods states
@@ -19,21 +21,26 @@ OURS = ("auto", "streams", "prompt_lookup")  # streams and methods that learn no
 
 
 def lines() -> list[str]:
-    """All lines: the table of costs, the sentence that follows from it, and speedups by task."""
-    passes, learned = newest(PASSES), newest(LEARNED)
-    contenders = list(_contenders(_newest_first(results(RUNS))))
+    """All lines: the table of costs, what follows from it, speedups by task, and acceptance by depth."""
+    passes, learned, found = newest(PASSES), newest(LEARNED), contenders()
+    tables = [*_by_task(found), *_by_depth(found)]
     if passes is None:
-        return _by_task(contenders)
+        return tables
     carried = [] if learned is None else _carried(passes[1], learned[1])
-    return [*_costs(passes[1]), *_verdict(passes[1], contenders), *carried, *_by_task(contenders)]
+    return [*_costs(*passes), *_verdict(passes[1], found), *carried, *tables]
+
+
+def contenders() -> list[Contender]:
+    """The newest record of each of our contenders by target: (name of the result, result, record, plain decoding's)."""
+    found = _contenders(_newest_first(results(RUNS)))
+    return sorted(found, key=lambda each: (each[1]["run"]["model"], each[2]["name"]))
 
 
 def _newest_first(runs: Mapping[str, Result]) -> list[tuple[str, Result]]:
     return sorted(runs.items(), key=lambda each: (each[1]["environment"]["date"], each[0]), reverse=True)
 
 
-def _contenders(runs: Sequence[tuple[str, Result]]) -> Iterator[tuple[str, Result, Result, Result]]:
-    """The newest record of each of our contenders by target, with plain decoding's and the run."""
+def _contenders(runs: Sequence[tuple[str, Result]]) -> Iterator[Contender]:
     seen = set()
     for stem, run in runs:
         ours = {name for name, _, kind, _ in run["run"]["contenders"] if kind == "ours"}
@@ -58,39 +65,47 @@ def _shares(passes: Result) -> dict[str, dict[int, float]]:
     }
 
 
-def _costs(passes: Result) -> list[str]:
+def _costs(stem: str, passes: Result) -> list[str]:
     shares = _shares(passes)
     widths = list(next(iter(shares.values())))
     rows = [[_short(model), *(f"{share[width]:.2f}" for width in widths)] for model, share in shares.items()]
     return [
-        "A pass over plain decoding's pass, by its number of nodes. It is the mean acceptance length from which drafts "
-        "of that size gain, if drafting took no time; drafting adds its own share of a plain step:",
+        f"A pass over plain decoding's pass, by its number of nodes (`{stem}`). It is the mean "
+        "acceptance length from which drafts of that size gain, if drafting took no time; drafting adds its own share "
+        "of a plain step:",
         "",
         *table(("target", *(f"{width} nodes" if width > 1 else "1 node" for width in widths)), rows),
     ]
 
 
-def _verdict(passes: Result, contenders: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:
-    """Name the learned methods other than streams that gain on the largest target, from its records."""
+def _verdict(passes: Result, contenders: Sequence[Contender]) -> list[str]:
+    """Say which learned methods other than streams were timed on the largest target, and what that shows."""
     share = _shares(passes)[TARGET]
     free = max(width for width, ratio in share.items() if ratio <= 1.1)
     wide = min(width for width in share if width > free)
     text = (
-        f"So on the 1.5B drafts of {free} nodes are free, {wide} need a mean acceptance length of {share[wide]:.2f}, "
-        f"and 16 need {share[16]:.2f}: methods gain there by small drafts that are cheap to make."
+        f"So on the 1.5B the pass over {free} nodes is free, one over {wide} needs a mean acceptance length of "
+        f"{share[wide]:.2f}, and one over 16 needs {share[16]:.2f}."
     )
+    timed: list[str] = []
     for _, run, record, plain in contenders:
         if run["run"]["model"] != TARGET or record["name"].split(":")[0] in OURS:
             continue
         speed = speedup_interval(record, plain, range(record["prompts"]))
         parts, whole = record["step_ms_by_part"], sum(plain["step_ms_by_part"].values())
         drafting = (parts["draft"] + max(0.0, parts["prepare"] - plain["step_ms_by_part"]["prepare"])) / whole
+        timed.append(f"`{record['name']}`")
         text += (
             f" `{record['name']}` has {record['mean_acceptance_length']:.2f} tokens a pass, drafts for "
             f"{drafting:.2f} plain steps, verifies for {parts['forward'] / whole:.2f}, and decodes at {cell(speed)} "
             f"times plain decoding."
         )
-    return [text, ""]
+    shown = (
+        f"Besides streams, the learned methods that were timed on the 1.5B are: {', '.join(timed) or 'none'}. No other "
+        "one was trained for it. So it is not shown that a learned method other than streams decodes faster than plain "
+        "decoding there. Nor does the cost of passes show that none can."
+    )
+    return [text, "", shown, ""]
 
 
 def _carried(passes: Result, learned: Result) -> list[str]:
@@ -106,34 +121,42 @@ def _carried(passes: Result, learned: Result) -> list[str]:
     gain = [f"{times:.2f} for `{name}`" for name, times in best.items() if times > 1]
     return [
         "[Methods trained for the 0.5B](reproduction.md#the-same-on-a-target-of-05-billion-parameters), with their "
-        "predicted mean acceptance lengths there; in brackets, times plain decoding on the 1.5B at most, by the cost "
-        "of its passes alone, if the length were the same there:",
+        "predicted mean acceptance lengths there. In brackets, the length over the cost of a pass on the 1.5B: a "
+        "bound, not a measurement. It supposes the length of the 0.5B and leaves out the time of drafting:",
         "",
         *table(titles, rows),
-        f"With the best size of draft that is {', '.join(gain) or 'a gain for none'}; the time of drafting comes off.",
+        f"With the best size of draft the bound is {', '.join(gain) or 'at most 1 for all'}.",
         "",
     ]
 
 
-def _by_task(contenders: Sequence[tuple[str, Result, Result, Result]]) -> list[str]:
+def _by_task(contenders: Sequence[Contender]) -> list[str]:
     """Tokens/s over plain decoding's by task, with intervals."""
     tasks: list[str] = []
     rows = []
-    for stem, run, record, plain in sorted(contenders, key=lambda each: (each[1]["run"]["model"], each[2]["name"])):
+    for stem, run, record, plain in contenders:
         by_prompt = [prompt["task"] for prompt in run["prompts"]]
         tasks = tasks or list(dict.fromkeys(by_prompt))
         cells = [task_cell(record, plain, by_prompt, task) for task in (None, *tasks)]
-        length = f"{record['mean_acceptance_length']:.2f}"
-        rows.append([_short(run["run"]["model"]), f"`{record['name']}`", length, *cells, f"`{stem}`"])
+        length, count = f"{record['mean_acceptance_length']:.2f}", len(by_prompt) // len(tasks)
+        rows.append([_short(run["run"]["model"]), f"`{record['name']}`", length, count, *cells, f"`{stem}`"])
     if not rows:
         return []
-    titles = ["target", "method", "mean acceptance length", "all", *(task.replace("_", " ") for task in tasks)]
+    titles = ["target", "method", "mean acceptance length", "prompts of a task", "all"]
+    titles += [task.replace("_", " ") for task in tasks]
     return [
         "Tokens per second over plain decoding's on Spec-Bench, one prompt at a time; in brackets the middle 95 % over "
-        "resampled prompts (bootstrap), which are few by task:",
+        "resampled prompts (bootstrap):",
         "",
         *table([*titles, "result"], rows, left=2),
     ]
+
+
+def _by_depth(contenders: Sequence[Contender]) -> list[str]:
+    """Acceptance by depth."""
+    records = [([_short(run["run"]["model"]), f"`{record['name']}`"], record) for _, run, record, _ in contenders]
+    caption = "Acceptance by depth in the same runs, as a percentage of the steps with a draft:"
+    return [caption, "", *by_depth(records, ("target", "method"))]
 
 
 def _short(model: str) -> str:

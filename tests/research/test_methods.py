@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import by_target
 import compare_methods
 import comparison_page
 import comparison_tables
+import generated
 from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.suites import SuitePrompt
@@ -42,6 +44,7 @@ from cases import (
 from intervals import speedup_interval, task_cell
 from parts import Parts
 from toy_text import ToyFolders
+from verbs import Anabranch
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +210,18 @@ def target_size(target: Target) -> int:
     return sum(parameter.numel() for parameter in target.decoder.parameters())
 
 
+def test_facts_of_a_datastore(toys: ToyFolders, target: Target, tmp_path: Path, anabranch: Anabranch) -> None:
+    text, store = tmp_path / "text.txt", tmp_path / "store"
+    text.write_text("the thing the thing the other")
+    anabranch("train", "datastore", "--model", toys.model, "--text", text, "--out", store)
+    (case,) = free_cases([f"rest:data={store}"])
+    known = facts(case, target)
+    assert known["tables"]["tokens"] == len(target.tokenizer.encode(text.read_text()))
+    assert known["tables"]["documents"] == 1
+    headers = 3 * 128
+    assert known["bytes"] == sum(path.stat().st_size for path in store.glob("*.npy")) - headers
+
+
 # -- parts ---------------------------------------------------------------------------------------------------------
 def test_one_prompt_at_a_time(toys: ToyFolders, target: Target) -> None:
     case, asked = streams(toys), prompts(target)
@@ -354,6 +369,16 @@ def test_the_scripts(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.Monke
     assert comparison_page.without(result, ["streams"])["compared"] == result["compared"][1:]
 
 
+def test_commands_name_scripts_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "python scripts/compare_methods.py && python scripts/fuzz.py && python scripts/gone.py"
+    (tmp_path / "old.json").write_text(json.dumps({"command": command}))
+    monkeypatch.setattr(generated, "BENCHMARKS", tmp_path)
+    (result,) = generated.results("*.json").values()
+    assert result["command"] == (
+        "python research/compare_methods.py && python scripts/fuzz.py && python scripts/gone.py"
+    )
+
+
 def test_the_page_is_that_of_the_newest_result() -> None:
     for name, text in comparison_page.outputs().items():
         assert (comparison_page.ROOT / name).read_text(encoding="utf-8") == text, name
@@ -379,13 +404,14 @@ def test_a_speedup_has_an_interval_over_prompts() -> None:
 
 
 def test_the_speeds_by_task_have_intervals_where_rates_are_kept() -> None:
-    by_task = {"qa": {"speedup_total": 1.0}, "rag": {"speedup_total": 3.0}}
+    by_task = {"qa": {"prompts": 1, "speedup_total": 1.0}, "rag": {"prompts": 1, "speedup_total": 3.0}}
     record = {"name": "8 nodes", "speedup_total": 2.0, "by_task": by_task, **rated([10, 30], [10, 30])}
     parts = {"1 row, none": [{"name": "none", **rated([10, 30], [10, 10])}, record]}
     result = {"run": {"tasks": ["qa", "rag"]}, "compared": [{"name": "heads", "parts": parts}]}
     assert comparison_tables.speeds(result)[-2] == (
         "| `heads` | 8 nodes | 2.00 (1.00-3.00) | 1.00 (1.00-1.00) | 3.00 (3.00-3.00) |"
     )
+    assert "A cell of one task rests on 1 prompt." in comparison_tables.speeds(result)[0]
     del result["run"]["tasks"]
     assert comparison_tables.speeds(result)[-2] == "| `heads` | 8 nodes | 2.00 | 1.00 | 3.00 |"
 
@@ -398,3 +424,60 @@ def test_a_method_that_papers_rank_higher_has_its_reasons() -> None:
     assert "has 1.50 tokens a pass" in told
     assert "accepted in 40% of the steps, the second in 25% of those" in told
     assert "gain from 3.0 tokens on" in told
+
+
+def test_the_last_of_several_trainings_is_marked() -> None:
+    (several,) = comparison_tables.EARLIER
+    shown = [
+        comparison_tables.minutes({"seconds": 90.0, "adapter": "a" * 64, "init": None}),
+        comparison_tables.minutes({"seconds": 90.0, "adapter": "a" * 64, "init": "b" * 64}),
+        comparison_tables.minutes({"seconds": 88.0, "adapter": several, "init": "b" * 64}),
+        comparison_tables.minutes({"extra_parameters": 0}),
+    ]
+    assert shown == ["2", "2 (the last training)", "5", "-"]
+
+
+def test_acceptance_by_depth_has_the_largest_draft() -> None:
+    records = [
+        {"name": "none", "acceptance_by_depth": []},
+        {"name": "4 nodes", "acceptance_by_depth": [0.3]},
+        {"name": "8 nodes", "acceptance_by_depth": [0.5, 0.126]},
+        {"name": "auto", "acceptance_by_depth": [0.9]},
+    ]
+    lines = comparison_tables.depths({"compared": [{"name": "heads", "parts": {"1 row, none": records}}]})
+    assert lines == ["| method | draft | 1 | 2 |", "|---|---|---:|---:|", "| `heads` | 8 nodes | 50 | 13 |", ""]
+
+
+# -- targets --------------------------------------------------------------------------------------------------------
+def compared(budget: int, lengths: dict[str, float], *, device: str = "cpu", date: str = "2026-01-01") -> Any:
+    """A result of ``compare_methods.py`` in which the speedup is half the length."""
+    parts = {
+        name: [{"name": f"{budget} nodes", "mean_acceptance_length": length, "speedup_total": length / 2}]
+        for name, length in lengths.items()
+    }
+    return {
+        "run": {"budgets": [budget], "limit": 12, "max_new_tokens": 64},
+        "environment": {"device": device, "date": date, "kernels": "avx2"},
+        "compared": [
+            {"name": name, "parts": {"1 row, none": each}, "facts": {"answer_tokens": 1_000_000, "epochs": 0.5}}
+            for name, each in parts.items()
+        ],
+    }
+
+
+def test_targets_next_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_target, "contenders", list)
+    small = {
+        "older": compared(8, {"eagle": 9.0, "hydra": 1.0}),
+        "small": compared(8, {"eagle": 2.0, "hydra": 1.0, "space": 3.0}, date="2026-01-02"),
+    }
+    middle = {
+        "middle": compared(8, {"eagle": 1.4, "hydra": 1.6}),
+        "gpu": compared(8, {"eagle": 7.0, "hydra": 7.0}, device="GPU", date="2026-01-03"),
+    }
+    text = "\n".join(by_target.lines(small, middle))
+    assert "| `eagle` | 8 nodes | 2.00 | 1.00 | 1.40 | 0.70 | 0.5 and 0.5 |" in text
+    assert "space" not in text, "it is measured on one target only"
+    assert "- 0.5B with 8 nodes: `middle` (avx2 on two cores, 12 prompts, 64 new tokens)" in text
+    assert "By length, 8 nodes: `eagle` > `hydra` on the 135M, `hydra` > `eagle` on the 0.5B." in text
+    assert "16 nodes" not in text
