@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.report import environment
+from anabranch.bench.shapes import ROUNDS
 from anabranch.errors import AnabranchError, InputError
 from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
 from anabranch.support.processor import set_threads
+from benchmark_tables import table
 from studies import STUDIES
 from studies.base import Setup, Study
 
@@ -38,9 +40,10 @@ def parse() -> argparse.Namespace:
     add("--table", default="", help="a folder that 'anabranch train ngram' wrote, for the same studies")
     add("--suite", help="prompts: own, spec_bench, mt_bench, ... (default: the study's own)")
     add("--data", type=Path, help="folder with the suites and data sets")
-    add("--limit", type=int, help="number of prompts or texts (default: the study's own)")
+    add("--limit", type=int, help="number of prompts, texts or trees (default: the study's own)")
     add("--new", type=int, help="new tokens per prompt (default: the study's own)")
     add("--steps", type=int, default=40, help="optimiser steps, in studies that train")
+    add("--rounds", type=int, default=ROUNDS, help="rounds of alternating steps, in studies that time these")
     add("--out", type=Path, help="write the result to this JSON file")
     add("--force", action="store_true", help="replace an existing result")
     return parser.parse_args()
@@ -66,6 +69,7 @@ def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
         "limit": study.limit if args.limit is None else args.limit,
         "new": study.new if args.new is None else args.new,
         "steps": args.steps,
+        "rounds": args.rounds,
     }
     for name, value in sizes.items():
         if value < 1:
@@ -119,7 +123,8 @@ def main() -> None:
     except AnabranchError as error:
         raise SystemExit(f"study.py: {error}") from error
     write_atomically(args.out, json.dumps(result, indent=1) + "\n")
-    print(f"{study.papers}: {study.ours(result)}")
+    print(f"{study.papers}: {study.ours(result)}\n")
+    print("\n".join(table(*study.table(result))))
 
 
 if __name__ == "__main__":

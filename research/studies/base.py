@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anabranch.adapters.folder import LoadedAdapter, load_adapter
+from anabranch.bench.shapes import ROUNDS
 from anabranch.bench.suites import SuitePrompt, load_suite
 from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import InputError
@@ -42,6 +43,7 @@ class Setup:
     limit     prompts or texts
     new       tokens decoded per prompt
     steps     optimiser steps, in a study that trains
+    rounds    of timed steps, in a study that times these
     draft     a smaller model, in a study of several
     table     a folder of n-gram counts, likewise
     report    is told what is being done
@@ -55,6 +57,7 @@ class Setup:
     limit: int = 12
     new: int = 96
     steps: int = 40
+    rounds: int = ROUNDS
     draft: str = ""
     table: str = ""
     report: Callable[[str], None] = lambda what: None

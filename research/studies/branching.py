@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+from anabranch.methods.streams.adapter import StreamAdapter
 from studies.base import Chart, Line, Result, Setup, Study, Table, streams_of
-from studies.pruning import KEPT
+from studies.pruning import KEPT, LEAST, riding
 from studies.speed import alone, by_name, facts, speed_table
 
 __all__ = ["STUDY", "specs"]
 
 DEPTH = 3  # the paper's gamma
 CHILDREN = (1, 2, 3, 4, 5)
+CUT = {f", pruned to {KEPT}": f",prune={KEPT}", f", probability {LEAST}": f",prune_threshold={LEAST}"}
 
 
-def specs(pruning: bool) -> dict[str, str]:
-    """Product trees of 1 + k + k^2 + k^3 nodes; those of more than ``KEPT`` nodes pruned, too."""
+def specs(adapter: StreamAdapter) -> dict[str, str]:
+    """Product trees of 1 + k + k^2 + k^3 nodes; those of more than ``KEPT`` nodes pruned, too.
+
+    Streams that can trail the pass do so, and those of pruned trees ride in it besides.
+    """
     trees = {k: f"streams:tree=product,k={k},depth={DEPTH}" for k in CHILDREN}
     found = {f"k = {k}": spec for k, spec in trees.items()}
-    if pruning:
+    if adapter.prune is not None:
         wide = {k: spec for k, spec in trees.items() if sum(k**d for d in range(DEPTH + 1)) > KEPT}
-        found |= {f"k = {k}, pruned to {KEPT}": f"{spec},prune={KEPT}" for k, spec in wide.items()}
+        pruned = {f"k = {k}{name}": spec + cut for name, cut in CUT.items() for k, spec in wide.items()}
+        found |= pruned | riding(adapter, pruned)
     return found
 
 
 def _measure(setup: Setup) -> dict[str, Any]:
     loaded = setup.load()
-    pruning = streams_of(loaded).prune is not None
-    return {"pruning_layer": pruning, "records": alone(setup, loaded, specs(pruning)), **facts(setup, loaded)}
+    adapter = streams_of(loaded)
+    records = alone(setup, loaded, specs(adapter))
+    return {"pruning_layer": adapter.prune is not None, "records": records, **facts(setup, loaded)}
 
 
 def _best(result: Result, pruned: bool) -> str:
-    found = [r for name, r in by_name(result["records"]).items() if name != "none" and ("pruned" in name) == pruned]
+    found = [r for name, r in by_name(result["records"]).items() if name != "none" and ("," in name) == pruned]
     best = max(found, key=lambda record: record["speedup_quartiles"][1], default=None)
     return "-" if best is None else f"{best['name']}: {best['speedup_quartiles'][1]:.2f}x"
 
@@ -46,7 +53,8 @@ def _table(result: Result) -> Table:
 
 def _chart(result: Result) -> Chart:
     found, lines = by_name(result["records"]), []
-    for label, suffix in (("full tree", ""), (f"pruned to {KEPT} nodes", f", pruned to {KEPT}")):
+    for suffix in ("", *CUT):
+        label = suffix.removeprefix(", ") or "full tree"
         points = [(k, found[f"k = {k}{suffix}"]) for k in CHILDREN if f"k = {k}{suffix}" in found]
         if points:
             children = [k for k, _ in points]
@@ -62,13 +70,15 @@ STUDY = Study(
     papers="ACL figure 10, v1 figure 5",
     title="Children per node, with and without pruning",
     measures=f"Tokens a pass and tokens/s of full product trees over {DEPTH} streams with k children per node, and of "
-    f"the same cut to {KEPT} nodes by the early-exit layer.",
+    f"the same cut by the early-exit layer, to {KEPT} nodes or to those of a probability of at least {LEAST} given "
+    "their parents. Streams trail the pass, and ride in it where the name says so; those of the paper's shared form "
+    "always ride.",
     paper="no values in the text; for gamma = 3, the speedup rises with k, then falls; pruning helps at large k",
-    differs="the layer keeps a number of nodes, where the paper's threshold is not printed; a full tree is drafted "
-    "before it is pruned, as in the paper",
+    differs="the paper's threshold is not printed; a full tree is drafted before it is pruned, as in the paper",
     ours=_ours,
     table=_table,
     chart=_chart,
+    whole=True,
     measure=_measure,
     suite="mt_bench",
 )

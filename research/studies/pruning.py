@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from anabranch.methods.streams.adapter import StreamAdapter
 from studies.base import Chart, Line, Result, Setup, Study, Table, streams_of
 from studies.speed import PLAIN, alone, by_name, facts, speed_table
 
-__all__ = ["STUDY", "specs"]
+__all__ = ["KEPT", "LEAST", "RIDING", "STUDY", "riding", "specs"]
 
 DEPTH, CHILDREN, KEPT = 3, 3, 16
+LEAST = 0.05  # early-exit probability
+DEEPER, MORE = 4, 32  # the paper keeps 32 nodes
+RIDING = ", riding"
 
 
-def specs(pruning: bool) -> dict[str, str]:
-    """The shapes of drafts; pruned ones only if the adapter has a pruning layer."""
-    tree = f"streams:tree=product,k={CHILDREN},depth={DEPTH}"
-    found = {
-        f"chain of {DEPTH}": f"streams:tree=chain,depth={DEPTH}",
-        f"tree, k = {CHILDREN}": tree,
-        f"pruned tree, k = {CHILDREN}, {KEPT} nodes": f"{tree},prune={KEPT}",
-        f"pruned tree, k = {CHILDREN}, {KEPT // 2} nodes": f"{tree},prune={KEPT // 2}",
-        "best-first tree, 8 nodes": "streams:nodes=8",
-        "best-first tree, 16 nodes": "streams:nodes=16",
-    }
-    return found if pruning else {name: spec for name, spec in found.items() if "prune=" not in spec}
+def riding(adapter: StreamAdapter, specs: Mapping[str, str]) -> dict[str, str]:
+    """The same drafters with streams that ride in the pass; none if those of the adapter always do."""
+    if adapter.config.main_attends == "own":
+        return {}
+    return {f"{name}{RIDING}": f"{spec},placement=ride" for name, spec in specs.items()}
+
+
+def specs(adapter: StreamAdapter) -> dict[str, str]:
+    """The shapes of drafts that the adapter supports; streams that can trail the pass do so, and ride in it besides."""
+    name, tree = f"tree, k = {CHILDREN}", f"streams:tree=product,k={CHILDREN}"
+    found = {f"chain of {DEPTH}": f"streams:tree=chain,depth={DEPTH}", name: f"{tree},depth={DEPTH}"}
+    if adapter.prune is not None:
+        found |= {f"pruned {name}, {kept} nodes": f"{tree},depth={DEPTH},prune={kept}" for kept in (KEPT, KEPT // 2)}
+        found[f"pruned {name}, probability {LEAST}"] = f"{tree},depth={DEPTH},prune_threshold={LEAST}"
+        if adapter.config.num_streams >= DEEPER:
+            found[f"pruned {name}, depth {DEEPER}, {MORE} nodes"] = f"{tree},depth={DEEPER},prune={MORE}"
+    best = {f"best-first tree, {nodes} nodes": f"streams:nodes={nodes}" for nodes in (8, 16)}
+    return found | best | riding(adapter, found)
 
 
 def _measure(setup: Setup) -> dict[str, Any]:
     loaded = setup.load()
-    pruning = streams_of(loaded).prune is not None
-    return {"pruning_layer": pruning, "records": alone(setup, loaded, specs(pruning)), **facts(setup, loaded)}
+    adapter = streams_of(loaded)
+    records = alone(setup, loaded, specs(adapter))
+    return {"pruning_layer": adapter.prune is not None, "records": records, **facts(setup, loaded)}
 
 
 def _ours(result: Result) -> str:
     found = by_name(result["records"])
-    shapes = [name for name in specs(result["pruning_layer"]) if name in found][:4]
+    shapes = [name for name in found if name != PLAIN][: 4 if result["pruning_layer"] else 2]
     told = (f"{name}: {found[name]['speedup_quartiles'][1]:.2f}x" for name in shapes)
     return "; ".join(told) + ("" if result["pruning_layer"] else "; the adapter has no pruning layer")
 
@@ -44,7 +56,7 @@ def _table(result: Result) -> Table:
 
 
 def _chart(result: Result) -> Chart:
-    found = [record for name, record in by_name(result["records"]).items() if name != PLAIN]
+    found = [record for name, record in by_name(result["records"]).items() if name != PLAIN and RIDING not in name]
     names = [record["name"] for record in found]
     lines = [
         Line("mean acceptance length", names, [record["mean_acceptance_length"] for record in found]),
@@ -59,15 +71,17 @@ STUDY = Study(
     title="Chain, tree, pruned tree",
     measures=f"Tokens a pass and tokens/s of a chain of {DEPTH} drafted tokens, of the full product tree of "
     f"{CHILDREN} children over {DEPTH} streams, and of that tree cut by the early-exit layer to {KEPT} and "
-    f"{KEPT // 2} nodes; below them the best-first trees that are the default here. An adapter without a pruning "
-    "layer leaves the pruned ones out (train one with `--pruning-rank 8`).",
+    f"{KEPT // 2} nodes, and to those of an early-exit probability of at least {LEAST} given their parents; of the "
+    f"tree over {DEEPER} streams, cut to {MORE}; below them the best-first trees that are the default here. "
+    "Streams trail the pass, and ride in it where the name says so; those of the paper's shared form always ride. An "
+    "adapter without a pruning layer leaves the pruned ones out (train one with `--pruning-rank 8`).",
     paper="no values in the text; each adds to the one before it, for Vicuna 7B, 13B and 33B",
-    differs="the pruning layer drops all but the most probable nodes, where the paper's drops those below a "
-    "threshold that is not printed; streams trail the pass, where the paper's ride in it; a CPU is near its "
-    "arithmetic limit at widths that cost nothing on an A100",
+    differs="the paper's threshold is not printed; a CPU is near its arithmetic limit at widths that cost nothing on "
+    "an A100",
     ours=_ours,
     table=_table,
     chart=_chart,
+    whole=True,
     measure=_measure,
     suite="mt_bench",
 )

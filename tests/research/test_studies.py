@@ -110,19 +110,38 @@ def test_streams_without_embeddings_enter_as_copies_of_the_main_stream() -> None
 def test_pruned_trees_have_at_most_their_nodes(module: str) -> None:
     target = small()
     adapter, sizes = small_adapter(target), {}
-    for name, spec in study(module).specs(True).items():
+    specs = study(module).specs(adapter)
+    for name, spec in specs.items():
         drafter = make_drafter(spec, target, adapter)
         engine = Engine(target, drafter, capacity=96)
         engine.add(Request(prompt(6), 16))
         steps = [step for step in engine.run() if step.drafted]
         sizes[name] = max(len(step.tree.tokens) for step in steps)
-        if "prune=" in spec:
-            assert sizes[name] <= int(spec.rpartition("=")[2])
+        if kept := re.search(r"prune=(\d+)", spec):
+            assert sizes[name] <= int(kept[1])
     if module == "branching":
         assert sizes["k = 3"] == 1 + 3 + 9 + 27
         assert sizes["k = 3, pruned to 16"] == 16
         assert "k = 2, pruned to 16" not in sizes  # has 15 nodes
-    assert not any("prune=" in spec for spec in study(module).specs(False).values())
+    assert any("prune_threshold=" in spec and "placement=ride" in spec for spec in specs.values())
+    bare = small_adapter(target, replace(RICH, pruning_rank=0))
+    assert not any("prune" in spec for spec in study(module).specs(bare).values())
+    shared = small_adapter(target, replace(RICH, root_width=0, mode="shared", main_attends="own"))
+    assert not any("placement" in spec for spec in study(module).specs(shared).values())
+
+
+# -- riding ----------------------------------------------------------------------------------------------------------
+def test_a_riding_step_costs_the_rows_of_its_layers_and_of_the_head() -> None:
+    riding = study("riding")
+    tree, full = riding.Tree(3, 4, 32), riding.Tree(2, 2)
+    assert riding.SHAPES[0] == tree
+    assert full in riding.SHAPES
+    assert (tree.nodes, tree.kept, tree.scored, tree.rows(4)) == (121, 32, 40, 160)
+    assert (full.nodes, full.kept, full.scored, full.rows(4)) == (7, 7, 0, 35)
+    heads = {rows: 2.0 * rows for rows in (7, 32, 35, 40, 121, 160)}
+    passes = {rows: 10.0 * rows + heads[rows] for rows in heads}
+    assert riding.expected(tree, 4, 0.25, passes, heads) == 0.75 * 1210 + 0.25 * 1600 + 2 * 72
+    assert riding.expected(full, 4, 0.5, passes, heads) == 0.5 * 70 + 0.5 * 350 + 2 * 7
 
 
 # -- figure 6: gradients ---------------------------------------------------------------------------------------------
@@ -277,7 +296,7 @@ def toy_words(name: str, toys: ToyFolders, folder: Path) -> list[Any]:
 COMPARED = ("layers", "rotation")
 LONG = (
     *("gradients", "layers", "pruning", "sampling", "batches", "quantization", "branching", "rotation", "peeking"),
-    *("staged", "leviathan", "lossless", "trace"),
+    *("riding", "staged", "leviathan", "lossless", "trace"),
 )
 NAMES = ("cosine", *(pytest.param(name, marks=pytest.mark.thorough) for name in LONG))
 
@@ -294,6 +313,9 @@ def test_a_study_from_the_command_to_its_section(
             (tmp_path / "e2e_nlg" / f"{split}.jsonl.gz").write_bytes(gzip.compress(line.encode() * 2))
         monkeypatch.setattr(study("peeking"), "ASK", "")
         words += ["--data", tmp_path]
+    if name == "riding":
+        monkeypatch.setattr(study("riding"), "CONTEXT", 7)
+        words += ["--rounds", 1]
     if name == "trace":
         words += ["--draft", toys.model]
     if name in ("staged", "leviathan"):
@@ -324,6 +346,12 @@ def test_a_study_from_the_command_to_its_section(
         zero, both = result["starts"]["zero, one learning rate"], result["starts"]["both"]
         assert all(each["reproduced"] == 0 for each in zero["layers"])
         assert all(each["reproduced"] for each in both["layers"]), "fitted, to too few rows to be near"
+    if name == "riding":
+        (each,) = result["adapters"]
+        assert [step["rows"] for step in each["steps"]] == [
+            step["kept"] * (1 + each["streams"]) for step in each["steps"]
+        ]
+        assert all(step["expected_ms"] > 0 for step in each["steps"])
     if name == "pruning":
         assert result["pruning_layer"]
         assert all(record["equal_outputs"] == 2 for record in result["records"] if record["name"] != "none")

@@ -118,6 +118,7 @@ class Times:
     """Milliseconds of one kind of step: lower quartile, median and upper quartile over ``steps`` steps.
 
     nodes       mean number of verified nodes per row: a method's tree may have fewer than its budget
+    pass_ms     the target's pass alone
     over_plain  quartiles of the ratios to the plain step of the same round
     """
 
@@ -126,6 +127,7 @@ class Times:
     kind: str
     nodes: float
     ms: tuple[float, float, float]
+    pass_ms: tuple[float, float, float]
     over_plain: tuple[float, float, float]
     steps: int
 
@@ -303,6 +305,7 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
             half[:, slot, :, : context - 1].normal_()
         engine.join(Request(row, most), known=context - 1)
     milliseconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    passes: dict[str, list[float]] = {kind: [] for kind in kinds}
     verified: dict[str, list[int]] = {kind: [] for kind in kinds}
     for counted in range(rounds + 1):
         for kind, drafter in kinds.items():
@@ -313,6 +316,7 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
             ms = 1e3 * (time.perf_counter() - began)
             if counted:
                 milliseconds[kind].append(ms)
+                passes[kind].append(1e3 * done[0].timings.forward)
                 verified[kind].append(max(step.tree.size for step in done))
     engine.clear()
     return [
@@ -322,6 +326,7 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
             kind,
             round(statistics.fmean(verified[kind]), 2),
             _quartiles(values),
+            _quartiles(passes[kind]),
             _quartiles([ms / plain for ms, plain in zip(values, milliseconds["plain"], strict=True)]),
             len(values),
         )
