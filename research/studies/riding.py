@@ -252,10 +252,10 @@ STUDY = Study(
     name="riding",
     papers="ACL sections 2.2 and 2.3",
     title="Riding streams by the rows of their pass",
-    measures=f"Steps of Qwen2.5-Coder-0.5B over product trees whose {PAPER.num_streams} streams a node ride through the top "
-    f"{PAPER.num_stream_layers} layers, unpruned or pruned before these layers, in turns with plain passes, with "
-    f"{CONTEXT} tokens of context. The last two columns compare the pass, and the step with its draft, with what the "
-    "rows cost in plain passes: the drafted nodes in the layers below, the kept nodes and their streams in the top "
+    measures=f"Steps of Qwen2.5-Coder-0.5B over product trees whose {PAPER.num_streams} streams a node ride through "
+    f"the top {PAPER.num_stream_layers} layers, unpruned or pruned before these layers, in turns with plain passes, "
+    f"with {CONTEXT} tokens of context. The last two columns compare the pass, and the step with its draft, with what "
+    "the rows cost in plain passes: the drafted nodes in the layers below, the kept nodes and their streams in the top "
     "layers, and the head over the kept nodes and, for pruning, over those with children. Stream rows with an adapter "
     "for the MLP save the MLP. Adapters have random weights, whose steps take as long as those of trained ones.",
     paper="streams ride in the pass that verifies, where memory limits and arithmetic is idle; 32 nodes are kept",
