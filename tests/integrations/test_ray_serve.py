@@ -21,7 +21,6 @@ from toy_text import ToyFolders, toy_model
 pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 
-ray = pytest.importorskip("ray")
 from ray import serve  # noqa: E402
 
 from anabranch.integrations.ray_serve import Asked, Config, Replica, build, routing_key  # noqa: E402
@@ -71,26 +70,17 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(toys: ToyFolders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
-        for name, value in {
-            "ANABRANCH_HOME": str(tmp_path_factory.mktemp("home")),
-            "RAY_AUTH_MODE": "disabled",  # a token would be written to the user's home
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }.items():
-            patch.setenv(name, value)
+def cluster(local_ray: None, toys: ToyFolders) -> Iterator[Cluster]:
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        free.close()
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        made = Cluster(f"http://127.0.0.1:{port}", str(toys.model))
-        serve.run(build(made.config))
-        yield made
-        made.reference.close()
-        made.client.close()
-        serve.shutdown()
-        ray.shutdown()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    made = Cluster(f"http://127.0.0.1:{port}", str(toys.model))
+    serve.run(build(made.config))
+    yield made
+    made.reference.close()
+    made.client.close()
+    serve.shutdown()
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from anabranch.learning.examples import Example
 from anabranch.sampling import SamplingParams
 from anabranch.support.appended import settings_path
 from anabranch.support.jsonfiles import has_rows
-from anabranch.train.answers import AnswerProgress, EncodedPrompt, Shard, check_out, read_prompts, write_answers
+from anabranch.train.answers import AnswerProgress, EncodedPrompt, check_out, read_prompts, write_answers
 from anabranch.train.data import batches, digest, frequent_tokens, read_examples, read_texts, split
 from anabranch.train.documents import read_documents
 from small import VOCABULARY, Words, as_target, decode, prompt, small
@@ -451,14 +451,13 @@ def test_splitting_batching_and_counting() -> None:
     assert replace(many[0], source="x").source == "x"
 
 
-def test_shards_are_the_answers_of_one_process(tmp_path: Path) -> None:
+def test_parts_of_the_prompts_have_the_answers_of_all(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5)
     write(tmp_path / "whole.jsonl", sampling=sampling)
     found: dict[Any, dict[str, Any]] = {}
-    for number in (1, 2, 3):
-        shard = Shard(number, 3)
-        write(shard.file(tmp_path / "a.jsonl"), shard.select(PROMPTS), sampling=sampling)
-        found |= records(tmp_path / f"a.{number}-of-3.jsonl")
+    for number in range(3):
+        write(tmp_path / f"{number}.jsonl", PROMPTS[number::3], sampling=sampling)
+        found |= records(tmp_path / f"{number}.jsonl")
     assert found == records(tmp_path / "whole.jsonl")
     lines = [json.dumps(record) for record in list(found.values())[1:]]
     (tmp_path / "joined.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -467,45 +466,29 @@ def test_shards_are_the_answers_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_shard_whose_worker_is_killed_loses_nothing(toys: ToyFolders, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_loses_nothing(toys: ToyFolders, tmp_path: Path) -> None:
     given = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"the {number} thing"} for number in range(48)]
     given.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     common = ("--model", toys.model, "--prompts", given, "--temperature", 1, "--seed", 3, "--rows", 2)
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
 
-    def start(*words: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "anabranch", "train", "answers", *map(str, (*common, *words))]
+    def start(path: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "anabranch", "train", "answers", *map(str, (*common, "--out", path))]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def ended(process: subprocess.Popen[str]) -> str:
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said
-        return said
-
-    first, killed = (start("--out", parts, "--shard", shard) for shard in ("1/2", "2/2"))
-    one, second = start("--out", whole), tmp_path / "answers.2-of-2.jsonl"
-    while not (second.is_file() and second.stat().st_size) and killed.poll() is None:
+    one, killed = start(whole), start(out)
+    while not (out.is_file() and out.stat().st_size) and killed.poll() is None:
         time.sleep(0.002)
     killed.kill()
     killed.communicate()
-    again = [start("--out", parts, "--shard", "2/2") for _ in range(2)]
+    again = [start(out) for _ in range(2)]
     outcomes = sorted((process.wait(300), process.communicate()[0]) for process in again)
     assert outcomes[0][0] == 0
     assert outcomes[1][0] == 0 or "another process writes to" in outcomes[1][1]
-    assert "cat " in ended(first)
-    ended(one)
-    found = [records(tmp_path / f"answers.{number}-of-2.jsonl") for number in (1, 2)]
-    assert {**found[0], **found[1]} == records(whole)
-    assert len(found[0]) + len(found[1]) == len(rows)
-
-
-@pytest.mark.parametrize("shard", ["", "0/2", "3/2", "1", "a/b", "-1/2", "1/0"])
-def test_shards_that_do_not_exist(shard: str) -> None:
-    with pytest.raises(InputError, match="--shard must be K/N"):
-        Shard.parse(shard)
-    with pytest.raises(InputError, match="too few for 99 shards"):
-        Shard(1, 99).select(PROMPTS)
+    said, _ = one.communicate(timeout=300)
+    assert one.returncode == 0, said
+    assert records(out) == records(whole)
 
 
 def test_two_at_once_do_not_write_to_one_file(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -279,6 +281,25 @@ def test_what_cannot_be_written_is_refused_before_a_model_is_loaded(
     assert "line 1 of" in str(other.exception)
     assert prompts.read_bytes() == kept
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_workers_that_cannot_be_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "anabranch.integrations.ray_data", raising=False)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "w1"}', encoding="utf-8")
+    given = ("--prompts", prompts)
+    for words, message in (
+        ((*given, "--ray", 0), "--ray must be at least 1, got 0"),
+        ((*given, "--ray", 2), r"--ray needs Ray Data, which does not import \(.*pip install 'anabranch\[ray\]'"),
+        (("--self-prompted", 4, "--ray", 2), "--ray is for prompts that are there"),
+    ):
+        result = call("answers", *words, "--out", tmp_path / "a.jsonl")
+        assert re.search(message, str(result.exception)), result.output
+    assert not (tmp_path / "a.jsonl").exists()
 
 
 def test_a_training_that_cannot_be_is_refused_before_a_model_is_loaded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +13,12 @@ import typer
 from anabranch.cli import options
 from anabranch.cli.configured import configured
 from anabranch.declared import Keywords
-from anabranch.errors import InputError
+from anabranch.errors import CapabilityError, InputError
 from anabranch.loading import LoadConfig
 
 if TYPE_CHECKING:
     from anabranch.cli.screen import Screen
+    from anabranch.integrations.ray_data import RayWorkers
     from anabranch.train import AnswerProgress
     from anabranch.train.self_prompts import PromptProgress
     from anabranch.train.task_data import TaskData
@@ -101,10 +102,9 @@ class AnswersConfig:
     max_new_tokens: options.NewTokens = 256
     longest_prompt: Annotated[int, typer.Option(help="leave out prompts of more tokens than this")] = 1024
     limit: Annotated[int | None, typer.Option(help="read only the first prompts, this many")] = None
-    shard: Annotated[
-        str | None,
-        typer.Option(metavar="K/N", help="complete only the K-th of N parts of the prompts, in a file of its own"),
-    ] = None
+    ray: Annotated[int | None, typer.Option(metavar="N", help="let N workers on a Ray cluster share the prompts")] = (
+        None
+    )
     sampling: Keywords = field(default_factory=options.sampling)
     as_json: options.AsJson = False
 
@@ -114,11 +114,10 @@ def answers(config: AnswersConfig) -> None:
     """Let the model complete prompts, as training data for adapters.
 
     Each completion is written when it is finished. Stop with Ctrl-C or SIGTERM at any time; the same command resumes.
-    With --shard, several processes or machines share the prompts.
+    With --ray, several processes or machines share the prompts.
     """
     from anabranch.cli.screen import resumable, screen
     from anabranch.train import read_prompts, write_answers
-    from anabranch.train.answers import Shard
     from anabranch.train.job import trainable
     from anabranch.train.self_prompts import in_words, write_prompts
 
@@ -126,14 +125,14 @@ def answers(config: AnswersConfig) -> None:
         _transcribe(config)
         return
     sampling = options.params(config.sampling)
-    shard = None if config.shard is None else Shard.parse(config.shard)
-    out = config.out if shard is None else shard.file(config.out)
-    source = _check(config, out)
+    source, out = _check(config), config.out
+    complete = _workers(config)
     task = config.of_task.read()
     written = None
     with screen() as shown, resumable():
         shown.show(f"loading {config.loading.model}", "", plain=f"loading {config.loading.model}")
-        target = options.load(config.loading, adapters=False).target
+        loading = config.loading if complete is None else replace(config.loading, device="cpu")
+        target = options.load(loading, adapters=False).target
         if config.self_prompted is not None:
             assert source is not None
             target.check_decoder_only("writing prompts (--self-prompted)")
@@ -147,7 +146,6 @@ def answers(config: AnswersConfig) -> None:
         else:
             assert source is not None
             prompts = read_prompts(source, target.tokenizer, limit=config.self_prompted or config.limit)
-        prompts = prompts if shard is None else shard.select(prompts)
         done = write_answers(
             target,
             prompts,
@@ -157,6 +155,7 @@ def answers(config: AnswersConfig) -> None:
             longest_prompt=config.longest_prompt,
             sampling=sampling,
             report=show_answers(shown, out.name),
+            complete=complete,
         )
     left_out = len(prompts) - done.wanted
     if config.as_json:
@@ -168,9 +167,6 @@ def answers(config: AnswersConfig) -> None:
     print(f"{done.answers:,} answers in {out}, {done.tokens:,} tokens by this run")
     if left_out:
         print(f"left out: {left_out:,} prompts longer than {config.longest_prompt:,} tokens")
-    if shard is not None:
-        parts = shard.file(config.out).with_stem(f"{config.out.stem}.*-of-{shard.of}")
-        print(f"Next, when all {shard.of} shards are done: cat {parts} > {config.out}")
     print(f"Next: anabranch train {trainable().name} --answers {config.out} --out FOLDER")
 
 
@@ -182,7 +178,7 @@ def _transcribe(config: AnswersConfig) -> None:
 
     config.of_task.check()
     options.check_at_least(1, rows=config.rows)
-    for name in ("prompts", "self_prompted", "limit", "shard"):
+    for name in ("prompts", "self_prompted", "limit", "ray"):
         if getattr(config, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} is for prompts, and --sounds gives sounds; give one")
     if config.of_task.task is not None:
@@ -201,7 +197,21 @@ def _transcribe(config: AnswersConfig) -> None:
     print(f"Next: anabranch train streams --model {config.loading.model} --answers {out} --out FOLDER")
 
 
-def _check(config: AnswersConfig, out: Path) -> Path | None:
+def _workers(config: AnswersConfig) -> RayWorkers | None:
+    """The workers of --ray. Raises CapabilityError where Ray is not installed."""
+    if config.ray is None:
+        return None
+    options.check_at_least(1, ray=config.ray)
+    try:
+        from anabranch.integrations.ray_data import RayWorkers
+    except ImportError as error:
+        raise CapabilityError(
+            f"--ray needs Ray Data, which does not import ({error}); run pip install 'anabranch[ray]'"
+        ) from error
+    return RayWorkers(config.loading, config.ray)
+
+
+def _check(config: AnswersConfig) -> Path | None:
     """Check options and files, before a model is loaded; returns the file of the prompts, None for those of a task.
 
     Raises InputError or FileError.
@@ -210,6 +220,7 @@ def _check(config: AnswersConfig, out: Path) -> Path | None:
     from anabranch.train.answers import check_out
     from anabranch.train.self_prompts import check_prompts
 
+    out = config.out
     config.of_task.check()
     if [config.prompts, config.self_prompted, config.of_task.task].count(None) != 2:
         raise InputError(
@@ -230,10 +241,8 @@ def _check(config: AnswersConfig, out: Path) -> Path | None:
             raise InputError("--limit is for --prompts; give the number of rows to --task-rows")
         check_out(out, Path(config.of_task.task))  # of a file, it has the prompts
         return None
-    if config.shard is not None:
-        raise InputError(
-            "--shard is for prompts that are there; write them first with --self-prompted, without --shard"
-        )
+    if config.ray is not None:
+        raise InputError("--ray is for prompts that are there; write them first with --self-prompted, without --ray")
     options.check_at_least(1, self_prompted=config.self_prompted, rows=config.rows)
     if config.limit is not None:
         raise InputError("--limit is for --prompts; give the number of prompts to --self-prompted")

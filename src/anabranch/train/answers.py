@@ -15,11 +15,11 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from filelock import FileLock, Timeout
 
@@ -37,13 +37,15 @@ from anabranch.support.jsonfiles import is_whole, read_rows
 from anabranch.train.data import lone_surrogate
 
 __all__ = [
+    "CHUNK",
     "AnswerProgress",
+    "Complete",
     "EncodedPrompt",
-    "Shard",
     "alone",
     "answer_settings",
     "check_completion",
     "check_out",
+    "completions",
     "encode_chat",
     "read_prompts",
     "seed_of",
@@ -53,6 +55,9 @@ __all__ = [
 # prompts per row of a chunk. Chunks are shuffled and each is sorted by length: long enough that neighbours have similar
 # lengths, short enough that the first few chunks are a fair sample of all prompts
 CHUNK = 8
+
+# yields the line of each prompt in any order; the request is one but for its prompt, the number is that of the rows
+Complete: TypeAlias = "Callable[[Target, Sequence[EncodedPrompt], Request, int], Iterator[dict[str, Any]]]"
 
 
 @dataclass(frozen=True)
@@ -73,32 +78,6 @@ class AnswerProgress:
     tokens: int
     tokens_per_second: float
     seconds_left: float
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Every ``of``-th prompt: a part that one of several processes or machines completes."""
-
-    number: int
-    of: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """Read "K/N". Raises InputError."""
-        number, _, of = text.partition("/")
-        if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-            raise InputError(f"--shard must be K/N with K from 1 to N, such as 1/8, got {text!r}")
-        return cls(int(number), int(of))
-
-    def file(self, out: Path) -> Path:
-        """The file of this part: answers.jsonl has the parts answers.1-of-8.jsonl and so on."""
-        return out.with_name(f"{out.stem}.{self.number}-of-{self.of}{out.suffix}")
-
-    def select(self, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
-        """The prompts of this part. Raises InputError if there are fewer prompts than parts."""
-        if len(prompts) < self.of:
-            raise InputError(f"there are {len(prompts)} prompts, too few for {self.of} shards; give fewer shards")
-        return list(prompts[self.number - 1 :: self.of])
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -201,6 +180,7 @@ def write_answers(
     longest_prompt: int = 1024,
     sampling: SamplingParams | None = None,
     report: Callable[[AnswerProgress], None] | None = None,
+    complete: Complete | None = None,
 ) -> AnswerProgress:
     """Complete the prompts that ``out`` does not contain yet and append to it; returns the last progress.
 
@@ -208,6 +188,7 @@ def write_answers(
     max_new_tokens  maximum length of a completion
     longest_prompt  longer prompts are skipped
     sampling        None: greedy; each prompt has its own seed
+    complete        decodes the prompts, such as workers on Ray (``integrations.ray_data``); None: ``completions``
 
     Raises FileError if ``out`` cannot be written, is malformed or was written by another target, with other settings
     or for other prompts.
@@ -237,7 +218,17 @@ def write_answers(
                 )
         begin(out, settings, "completions")
         asked = Request((), max_new_tokens, sampling, frozenset(target.config.eos_token_ids))
-        return _complete(target, wanted, known, out, asked, rows=rows, report=report)
+        work = list(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
+        clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
+        if report is not None:
+            report(clock.progress())
+        for record in (complete or completions)(target, work, asked, rows):
+            append(out, record)
+            clock.answers += 1
+            clock.tokens += len(record["answer_ids"])
+            if report is not None:
+                report(clock.progress())
+        return clock.progress()
 
 
 @contextmanager
@@ -257,21 +248,14 @@ def alone(out: Path) -> Iterator[None]:
         lock.release()
 
 
-def _complete(
-    target: Target,
-    wanted: Sequence[EncodedPrompt],
-    known: Mapping[int | str, Any],
-    out: Path,
-    asked: Request,
-    *,
-    rows: int,
-    report: Callable[[AnswerProgress], None] | None,
-) -> AnswerProgress:
-    """Decode the prompts that are not known, and append each completion; ``asked`` is a request but for its prompt."""
-    work = deque(_ordered([prompt for prompt in wanted if prompt.id not in known], rows * CHUNK))
-    clock = _Clock(len(wanted), len(wanted) - len(work), time.monotonic())
-    if report is not None:
-        report(clock.progress())
+def completions(
+    target: Target, prompts: Sequence[EncodedPrompt], asked: Request, rows: int
+) -> Iterator[dict[str, Any]]:
+    """Decode prompts, ``rows`` at a time; yields the line of each when it is finished.
+
+    ``asked`` is a request but for its prompt; the seed of each prompt depends on its id.
+    """
+    work = deque(prompts)
     scheduler, drafter = Scheduler(target.decoder, rows=rows), NoDrafter()
     growing: dict[Ticket, tuple[EncodedPrompt, list[int]]] = {}
     while work or growing:
@@ -284,17 +268,12 @@ def _complete(
         for ticket, step in scheduler.tick():
             prompt, answer = growing[ticket]
             answer.extend(step.tokens)
-            clock.tokens += len(step.tokens)
             if step.finish is not None:
                 del growing[ticket]
-                append(out, _record(prompt, answer))
-                clock.answers += 1
-                if report is not None:
-                    report(clock.progress())
+                yield _record(prompt, answer)
         for error in (ticket.error for ticket in growing):
             if error is not None:
                 raise error
-    return clock.progress()
 
 
 @dataclass
