@@ -11,7 +11,7 @@ from typing import Any
 
 from anabranch.bench.summary import CALL_TITLES, call_cells
 from anabranch.support.table import percent, quartiles_cell, signed_percent
-from benchmark_tables import machine_line, table
+from benchmark_tables import command_line, machine_line, table
 from generated import ROOT, Result, between, results, write_or_check
 
 PAGE = "docs/applications.md"
@@ -48,7 +48,7 @@ def section(title: str, result: Result) -> list[str]:
         f"{machine_line(result)} {result['rows']} of {task['of']:,} rows of the split {task['split']}, greedy, at most "
         f"{result['max_new_tokens']} new tokens.",
         "",
-        f"`{result['command']}`",
+        command_line(result),
         "",
         *decoded(result),
         *(scored(result) if "scored" in result else []),

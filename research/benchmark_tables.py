@@ -5,6 +5,7 @@ A function takes the parsed file and returns lines of Markdown. A file of no kno
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 from anabranch.bench.shape_tables import pass_costs
 from anabranch.bench.summary import CALL_TITLES, call_cells
 from anabranch.support.table import Table
+from generated import ROOT
 
 __all__ = [
     "added",
     "at_a_time",
     "certificates",
+    "command_line",
     "comparison",
     "kind_of",
     "machine_line",
@@ -51,6 +54,23 @@ def machine_line(result: Result) -> str:
         parts.append(f"{where['kernels']} kernels")
     parts += [f"PyTorch {where['torch']}", f"transformers {where['transformers']}", f"commit {where['commit']}"]
     return f"{', '.join(parts)}."
+
+
+def command_line(result: Result) -> str:
+    """The command of a result in backticks; empty where it says none.
+
+    A script that has moved stands where it is now, if it still takes the options. Other commands of scripts that are
+    gone are followed by the commit that has them.
+    """
+    command = str(result.get("command") or result.get("run", {}).get("command") or "")
+    named = re.search(r"\bscripts/(\w+\.py)", command)
+    if named is None or (ROOT / named[0]).is_file():
+        return command and f"`{command}`"
+    moved = ROOT / "research" / named[1]
+    code = moved.read_text(encoding="utf-8") if moved.is_file() else ""
+    if code and all(f'"{option}"' in code for option in re.findall(r"(?<= )--[a-z-]+", command)):
+        return f"`{command.replace(named[0], f'research/{named[1]}')}`"
+    return f"`{command}` (a script of commit {result['environment']['commit']})"
 
 
 def _rates(machine: Result) -> str:

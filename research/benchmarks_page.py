@@ -13,7 +13,7 @@ from typing import Any
 
 from anabranch.bench.figures import leading
 from bar_chart import Bar, bar_chart
-from benchmark_tables import at_a_time, certificates, kind_of, machine_line, table, tables_of, throughput
+from benchmark_tables import at_a_time, certificates, command_line, kind_of, machine_line, table, tables_of, throughput
 from generated import PICTURES, Result, results, write_or_check
 from targets import LLAMA, MACHINES, SUITES, TARGETS, Run, by_machine, machine, ours, over, peer
 
@@ -109,8 +109,7 @@ def page(question: str, kinds: tuple[str, ...], every: Mapping[str, Result]) -> 
             continue
         for stem, result in chosen.items():
             lines += [f"{'#' * (2 + (len(kinds) > 1))} {stem}", ""]
-            command = result.get("command") or result.get("run", {}).get("command")
-            if facts := " ".join(filter(None, (machine_line(result), f"`{command}`" if command else ""))):
+            if facts := " ".join(filter(None, (machine_line(result), command_line(result)))):
                 lines += [facts, ""]
             if charted(result):
                 lines += [f"![Tokens per second](../pictures/{stem}.svg)", ""]

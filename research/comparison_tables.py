@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anabranch.bench.summary import CALL_TITLES, call_cells
-from benchmark_tables import machine_line, table
+from benchmark_tables import command_line, machine_line, table
 from intervals import task_cell
 from speed_chart import Dot
 
@@ -75,7 +75,7 @@ def heading(result: Result) -> list[str]:
     return [
         f"{text}.{stopped}",
         "",
-        f"`{run['command']}`",
+        command_line(result),
         "",
     ]
 

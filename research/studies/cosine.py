@@ -149,9 +149,11 @@ def _measure(setup: Setup) -> dict[str, Any]:
 
 
 def _ours(result: Result) -> str:
+    last = {name: [layers[-1] for layers in streams] for name, streams in result["cosine"].items()}
+    last |= {f"heads of {name}": values for name, values in result["heads"].items()}
+    shown = (f"{name} {', '.join(f'{value:.2f}' for value in values[:2])}" for name, values in last.items())
     first = result["cosine"]["streams"][0]
-    copy = result["cosine"]["copy of the main stream"][0]
-    return f"stream 1: {first[0]:.2f} at entry, {first[-1]:.2f} after the last norm (a copy: {copy[-1]:.2f})"
+    return f"the first two after the last norm: {'; '.join(shown)}; stream 1 at entry {first[0]:.2f}"
 
 
 def _table(result: Result) -> Table:

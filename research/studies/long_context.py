@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from studies.base import Chart, Line, Result, Study, Table
 
-__all__ = ["STUDY"]
+__all__ = ["STUDY", "ratios"]
 
 
-def _ratios(result: Result) -> dict[str, dict[int, float]]:
+def ratios(result: Result) -> dict[str, dict[int, float]]:
     """Tokens/s over plain decoding while decoding, by method and context: tokens a step / milliseconds a step."""
     plain = {row["context"]: row["step_ms"] for row in result["rows"] if row["method"] == "none"}
     found: dict[str, dict[int, float]] = {}
@@ -21,24 +21,32 @@ def _ratios(result: Result) -> dict[str, dict[int, float]]:
 def _ours(result: Result) -> str:
     """The fastest drafter at each context."""
     best: dict[int, tuple[float, str]] = {}
-    for method, ratios in _ratios(result).items():
-        for context, ratio in ratios.items():
+    for method, by_context in ratios(result).items():
+        for context, ratio in by_context.items():
             best[context] = max(best.get(context, (0.0, "")), (ratio, method))
     return "fastest: " + ", ".join(f"{n:,} tokens {ratio:.2f}x (`{method}`)" for n, (ratio, method) in best.items())
 
 
 def _table(result: Result) -> Table:
-    ratios = _ratios(result)
-    rows: list[list[object]] = [
-        [f"`{r['method']}`", f"{r['context']:,}", r["tokens_per_step"], f"{ratios[r['method']][r['context']]:.2f}"]
-        for r in result["rows"]
-        if r["context"] in ratios.get(r["method"], {})
-    ]
-    return ("drafter", "context (tokens)", "mean acceptance length", "times plain decoding, without the prompt"), rows
+    found = ratios(result)
+    rows: list[list[object]] = []
+    for r in result["rows"]:
+        if r["context"] in found.get(r["method"], {}):
+            ratio, length = found[r["method"]][r["context"]], r["tokens_per_step"]
+            rows.append(
+                [f"`{r['method']}`", f"{r['context']:,}", f"{length:.2f}", f"{length / ratio:.1f}", f"{ratio:.2f}"]
+            )
+    return (
+        "drafter",
+        "context (tokens)",
+        "mean acceptance length",
+        "a step over a plain one",
+        "times plain decoding, without the prompt",
+    ), rows
 
 
 def _chart(result: Result) -> Chart:
-    lines = [Line(name, list(ratios), list(ratios.values())) for name, ratios in _ratios(result).items()]
+    lines = [Line(name, list(found), list(found.values())) for name, found in ratios(result).items()]
     return Chart("Long contexts", "tokens of the prompt", "times plain decoding", lines)
 
 
@@ -55,6 +63,7 @@ STUDY = Study(
     ours=_ours,
     table=_table,
     chart=_chart,
+    whole=True,
     command="python research/long_context.py --text BOOK.txt --lengths 512 2048 8000 --out "
     "benchmarks/long-context-DATE.json",
 )

@@ -84,4 +84,5 @@ STUDY = Study(
     whole=True,
     measure=_measure,
     suite="mt_bench",
+    whole=True,
 )

@@ -81,20 +81,22 @@ def by_name(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]
 
 
 def speed_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Drafter, nodes a pass, mean acceptance length, tokens/s, ratio to plain decoding."""
+    """Drafter, nodes a pass, mean acceptance length, cost of a step, tokens/s, ratio to plain decoding."""
     rows: list[list[object]] = []
     for record in records:
         if "error" in record:
-            rows.append([record["name"], "-", "-", "-", f"not measured: {record['error']}"])
+            rows.append([record["name"], "-", "-", "-", "-", f"not measured: {record['error']}"])
             continue
         ratio = "1" if record["name"] == PLAIN else spread(record["speedup_quartiles"])
         nodes = f"{record['draft_nodes_per_step']:.1f}"
         rate = f"{record['tokens_per_second']:.1f}"
-        rows.append([record["name"], nodes, f"{record['mean_acceptance_length']:.2f}", rate, ratio])
+        length = f"{record['mean_acceptance_length']:.2f}"
+        rows.append([record["name"], nodes, length, f"{record['relative_step']:.2f}", rate, ratio])
     return (
         "drafter",
         "drafted nodes a pass",
         "mean acceptance length",
+        "a step over a plain one",
         "tokens/s",
         "times plain decoding (quartiles)",
     ), rows
