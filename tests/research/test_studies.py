@@ -486,3 +486,18 @@ def test_what_rests_on_a_study_without_a_result_is_inconclusive() -> None:
         linked = any(f"(#{page.anchor(study.title)})" in was.why for study in studies)
         missing = was._replace(verdict="inconclusive", why=f"not run yet: {was.why}", ours=items.nothing)
         assert item == (missing if linked else was)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("python scripts/study.py cosine --data DIR", "`python research/study.py cosine --data DIR`"),
+        ("python scripts/study.py --gone 1", "`python scripts/study.py --gone 1` (a script of commit 1fae946)"),
+        ("python scripts/memory.py", "`python scripts/memory.py` (a script of commit 1fae946)"),
+        ("python scripts/fuzz.py --seed 7", "`python scripts/fuzz.py --seed 7`"),
+        ("", ""),
+    ],
+)
+def test_a_moved_script_is_named_where_it_is(command: str, shown: str) -> None:
+    tables = importlib.import_module("benchmark_tables")
+    assert tables.command_line({"command": command, "environment": {"commit": "1fae946"}}) == shown
