@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,8 @@ Result = Mapping[str, Any]
 
 
 def results(pattern: str) -> dict[str, Result]:
-    """The result files that match a pattern, by name without the suffix; their commands name scripts where they are."""
-    paths = sorted(BENCHMARKS.glob(pattern))
-    return {path.stem: json.loads(re.sub(r"\bscripts/(\w+\.py)", _place, path.read_text("utf-8"))) for path in paths}
-
-
-def _place(named: re.Match[str]) -> str:
-    """The place of a script, which may have moved from scripts/ to research/ since a result was measured."""
-    moved = f"research/{named[1]}"
-    return moved if (ROOT / moved).is_file() and not (ROOT / named[0]).is_file() else named[0]
+    """The result files that match a pattern, by name without the suffix."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(BENCHMARKS.glob(pattern))}
 
 
 def newest(pattern: str) -> tuple[str, Result] | None:

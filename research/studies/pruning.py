@@ -84,5 +84,4 @@ STUDY = Study(
     whole=True,
     measure=_measure,
     suite="mt_bench",
-    whole=True,
 )
