@@ -17,7 +17,6 @@ import by_target
 import compare_methods
 import comparison_page
 import comparison_tables
-import generated
 from anabranch.adapters.folder import TargetIdentity, save_adapter
 from anabranch.bench.machine import measure_machine
 from anabranch.bench.suites import SuitePrompt
@@ -367,16 +366,6 @@ def test_the_scripts(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.Monke
     result["compared"][1]["parts"]["certificate"] = {"error": "no room"}
     assert "| `lookahead` | certificate |  | no room |" in comparison_page.sections(result, "###")
     assert comparison_page.without(result, ["streams"])["compared"] == result["compared"][1:]
-
-
-def test_commands_name_scripts_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = "python scripts/compare_methods.py && python scripts/fuzz.py && python scripts/gone.py"
-    (tmp_path / "old.json").write_text(json.dumps({"command": command}))
-    monkeypatch.setattr(generated, "BENCHMARKS", tmp_path)
-    (result,) = generated.results("*.json").values()
-    assert result["command"] == (
-        "python research/compare_methods.py && python scripts/fuzz.py && python scripts/gone.py"
-    )
 
 
 def test_the_page_is_that_of_the_newest_result() -> None:
