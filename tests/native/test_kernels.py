@@ -452,7 +452,7 @@ def test_speculation_gives_the_same_tokens(name: str, rows: int, form: str) -> N
     model = packed(CASES[name], form)
     # tokens of the rows' own texts join this vocabulary
     adapter = adapter_for(model, torch.arange(0, 64, 3), conditioning="path", conditioning_rank=32, root_width=32)
-    asked = [Request(tokens(4 + 9 * i, i), 40) for i in range(4)]
+    asked = [Request(tokens(4 + 9 * i, i), 24) for i in range(4)]
 
     def decode(drafter: Drafter, rows: int) -> list[list[int]]:
         return small.decode(model, asked, drafter, rows=rows, capacity=200)[0]
