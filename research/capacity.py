@@ -1,6 +1,6 @@
 """Plan replicas for a load: simulate them from the measured throughput of one server by its number of requests.
 
-    python research/capacity.py benchmarks/serve-epyc-zen5-2cores-2026-11-26.json
+    python research/capacity.py benchmarks/serve-load-default-xeon-amx-2cores-2026-11-29.json
 
 A replica with n requests in progress completes X(n) a second, shared equally among them. X is the closed loop's rate
 with n clients, a line between measured points, and the last point's beyond; so it contains the width of drafts by load,
@@ -146,9 +146,13 @@ def points_of(loads: Sequence[dict[str, Any]], arm: str) -> list[tuple[int, floa
 
 @dataclass(frozen=True)
 class Checked:
-    """A measured value in seconds, and the simulation's 5%, 50% and 95% quantile of it."""
+    """A measured value in seconds, and the simulation's 5%, 50% and 95% quantile of it.
+
+    share  of the capacity at which requests came
+    """
 
     arm: str
+    share: float
     what: str
     measured: float
     low: float
@@ -170,7 +174,8 @@ def check(loads: Sequence[dict[str, Any]], arm: str, rows: int) -> list[Checked]
             ("all requests", load["seconds"], [end for _, end in runs]),
             ("a request", (load["ttft_ms"]["p50"] + decoding) / 1e3, [quantile(taken, 0.5) for taken, _ in runs]),
         ):
-            found.append(Checked(arm, what, measured, *(quantile(simulated, share) for share in (0.05, 0.5, 0.95))))
+            quantiles = (quantile(simulated, part) for part in (0.05, 0.5, 0.95))
+            found.append(Checked(arm, load["share_of_capacity"], what, measured, *quantiles))
     return found
 
 
@@ -184,10 +189,10 @@ def main() -> None:
     parser.add_argument("--per-minute", type=int, nargs="+", default=PER_MINUTE)
     given = parser.parse_args()
     loads = json.loads(given.result.read_text(encoding="utf-8"))["loads"]
-    print("| arm | time of | measured | simulated, median | 5% to 95% |\n|---|---|---:|---:|---:|")
+    print("| arm | share | time of | measured | simulated, median | 5% to 95% |\n|---|---:|---|---:|---:|---:|")
     for each in (each for arm in ARMS for each in check(loads, arm, given.rows)):
         simulated = f"{each.median:.1f} s | {each.low:.1f}-{each.high:.1f} s"
-        print(f"| `{each.arm}` | {each.what} | {each.measured:.1f} s | {simulated} |")
+        print(f"| `{each.arm}` | {each.share:g} | {each.what} | {each.measured:.1f} s | {simulated} |")
     print("\n| requests a minute | `none` | `auto` |\n|---:|---:|---:|")
     for asked in given.per_minute:
         cells = []

@@ -13,7 +13,7 @@ import pytest
 from anabranch.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "serve-epyc-zen5-2cores-2026-11-26.json"
+RESULT = ROOT / "benchmarks" / "serve-load-default-xeon-amx-2cores-2026-11-29.json"
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def test_plans(capacity: Any) -> None:
 def test_the_page_has_the_numbers_of_the_script(
     capacity: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["capacity.py", str(RESULT), "--per-minute", "10", "1000"])
+    monkeypatch.setattr(sys, "argv", ["capacity.py", str(RESULT), "--target", "8", "--per-minute", "10", "1000"])
     capacity.main()
     page = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8").splitlines()
     printed = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(printed) == 10 + 4
+    assert len(printed) == 14 + 4
     assert [line for line in printed if line not in page] == []
