@@ -275,7 +275,7 @@ def top_k() -> str:
 
 def early_exit() -> str:
     found = by_name(_study("pruning")["records"])
-    names = [name for name in found if name.startswith(("chain", "tree", "pruned"))]
+    names = ("chain of 3", "tree, k = 3", "pruned tree, k = 3, 16 nodes", "pruned tree, k = 3, 8 nodes")
     return "; ".join(
         f"{name}: {_tokens(found[name])} tokens, {found[name]['relative_step']:.2f} plain steps, {_times(found[name])}"
         for name in names
