@@ -42,7 +42,7 @@ def test_dir_shows_what_is_loaded_late() -> None:
 def test_load_takes_the_documented_keywords() -> None:
     parameters = inspect.signature(anabranch.load).parameters
     names = ["name", "drafter", "adapter", "dtype", "device", "quantize", "revision", "threads", "lora", "loras"]
-    names += ["cache", "kv"]
+    names += ["adapters", "cache", "kv"]
     assert list(parameters) == names
     assert parameters["name"].default == "default"
     assert parameters["drafter"].default is None, "what tune found, else auto"

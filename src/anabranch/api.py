@@ -65,6 +65,7 @@ def load(
     threads: int | None = None,
     lora: str | Path | None = None,
     loras: Mapping[str, str | Path] | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     cache: bool = True,
     kv: str = "auto",
 ) -> Model:
@@ -85,6 +86,8 @@ def load(
     lora      a LoRA folder in PEFT's format, merged into the weights; the tuned model is then the target
     loras     LoRA folders by name, of which each call of ``generate`` chooses one or none (``lora="name"``). Calls with
               different LoRAs share forward passes
+    adapters  adapter folders by name, of which each call chooses one (``adapter="name"``) or the model's own. A LoRA
+              that was trained together with one is loaded with it, and ``loras`` of the same name are decoded with it
     cache     keep packed weights in the user's cache directory, where the next load finds them
     kv        "auto": keys and values have the type of the weights; "int8": 8 bits each, with a scale for every 32 of
               them, 9/16 of the memory of bf16. The model with this cache is the target. Native kernels only
@@ -97,12 +100,13 @@ def load(
         raise InputError(f"a model is named by a string or a path, got {type(name).__name__}")
     given = () if adapter is None else (adapter,) if isinstance(adapter, str | Path) else tuple(adapter)
     tuned = None if lora is None else Path(lora)
-    several = tuple((str(each), Path(folder)) for each, folder in (loras or {}).items())
-    where = dtype, device, quantize, revision, threads
-    loaded = loading.load(
-        LoadConfig(str(name), tuple(map(Path, given)), *where, lora=tuned, loras=several, cache=cache, kv=kv)
+    several, choices = (
+        tuple((str(each), Path(folder)) for each, folder in (named or {}).items()) for named in (loras, adapters)
     )
-    return Model(loaded.target, loaded.adapters, drafter)
+    where = dtype, device, quantize, revision, threads
+    more: dict[str, Any] = {"lora": tuned, "loras": several, "choices": choices, "cache": cache, "kv": kv}
+    loaded = loading.load(LoadConfig(str(name), tuple(map(Path, given)), *where, **more))
+    return Model(loaded.target, loaded.adapters, drafter, choices=loaded.choices)
 
 
 DRAFTERS = 8  # the most recently used ones are kept
@@ -121,10 +125,16 @@ class Model:
     """
 
     def __init__(
-        self, target: Target, adapters: Sequence[LoadedAdapter] = (), drafter: str | Spec | None = None
+        self,
+        target: Target,
+        adapters: Sequence[LoadedAdapter] = (),
+        drafter: str | Spec | None = None,
+        *,
+        choices: Mapping[str, LoadedAdapter] | None = None,
     ) -> None:
         self._target: Target | None = target
-        self.adapters = tuple(adapters)
+        self.adapters, self.choices = tuple(adapters), dict(choices or {})
+        self._named = drafter is not None  # the drafter was, so it is that of calls with other adapters, too
         chosen = tuned_drafter(target, adapters) if drafter is None else drafter
         self.spec = resolve_spec(chosen, *self._modules)
         # of several prompts at a time: what was tuned with one at a time does not follow the load
@@ -133,7 +143,7 @@ class Model:
         self.after_fork()
         renewed_after_fork(self)
         self._worker = Worker()
-        self._drafters: dict[str, Drafter] = {}
+        self._drafters: dict[tuple[str | None, str], Drafter] = {}
         self._stored = -math.inf  # when the yields of the drafters of "auto" were last stored
         self._scheduler = Scheduler(target.decoder)
         self.drafter_of(self.spec)  # raise for unsupported combinations now
@@ -183,28 +193,48 @@ class Model:
         return [loaded.module for loaded in self.adapters]
 
     @in_plain_torch
-    def _built(self, spec: str | Spec) -> Drafter:
-        """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises."""
+    def _built(self, spec: str | Spec, adapter: str | None = None) -> Drafter:
+        """The drafter of a specification, from the cache or newly built. Raises what ``make_drafter`` raises.
+
+        adapter  the name of the one that a call chose, which "auto" drafts with alone
+        """
         with self._lock:
-            resolved = resolve_spec(spec, *self._modules)
-            name = str(resolved)
+            modules = [*(() if adapter is None else (self.choices[adapter].module,)), *self._modules]
+            resolved = resolve_spec(spec, *(modules if adapter is None else modules[:1]))
+            name = (adapter, str(resolved))
             drafter = self._drafters.pop(name, None)
             if drafter is None:
-                LOGGER.debug("building the drafter %s", name)
-                drafter = make_drafter(resolved, self.target.decoder, *self._modules)
+                LOGGER.debug("building the drafter %s", resolved)
+                drafter = make_drafter(resolved, self.target.decoder, *modules)
             while len(self._drafters) >= DRAFTERS:
                 del self._drafters[next(iter(self._drafters))]
             self._drafters[name] = drafter
             return drafter
 
+    def drafter_for(self, call: Options, several: bool) -> Drafter:
+        """The drafter of a call, of several prompts or of one: its own, or else that of its adapter or of the model.
+
+        Raises what ``make_drafter`` raises, and InputError for an adapter that was not loaded.
+        """
+        return self.drafter_of(*self._spec_for(call, several))
+
+    def _spec_for(self, call: Options, several: bool) -> tuple[str | Spec, str | None]:
+        """The specification of a call's drafter, and the name of the adapter that it drafts with."""
+        adapter = call.adapter(self.choices)
+        if adapter is not None and not self._named:
+            return call.drafter or AUTO, adapter
+        return call.drafter or (self.spec_of_several if several else self.spec), adapter
+
     @in_plain_torch
-    def drafter_of(self, spec: str | Spec) -> Drafter:
+    def drafter_of(self, spec: str | Spec, adapter: str | None = None) -> Drafter:
         """The drafter of a specification, ready to decode: if it follows the load, steps were timed.
+
+        adapter  the name of the one to draft with; None: the model's own
 
         Raises what ``make_drafter`` raises.
         """
         with self._lock:
-            drafter = self._built(spec)
+            drafter = self._built(spec, adapter)
             if drafter.adaptive and self.known is None:
                 self.known = settle(self.target, self.adapters)
                 self._scheduler.use(self.known.controller(self.target.decoder))
@@ -234,6 +264,7 @@ class Model:
         facts = {
             **({} if target.lora is None else {"lora": repr(target.lora.name)}),
             **({"loras": list(decoder.loras.names)} if decoder.loras.names else {}),
+            **({"adapters": list(self.choices)} if self.choices else {}),
             "adapter": None if self.adapter is None else repr(_described(self.adapter)),
             "drafter": repr(self.drafter),
             "dtype": dtype if target.quantize == "none" else f"{dtype}, quantize={target.quantize!r}",
@@ -262,7 +293,7 @@ class Model:
             self._scheduler.close()
             self._store_choice()
             self._drafters.clear()
-            self._target, self.adapters = None, ()
+            self._target, self.adapters, self.choices = None, (), {}
         give_back()
 
     @property
@@ -310,6 +341,8 @@ class Model:
         processors=()     functions (tokens so far, logits [V]) -> logits [V]
         rows=8            maximum number of prompts decoded at the same time
         lora=None         the name of a loaded LoRA (``load(loras=)``); None: the target as it is
+        adapter=None      the name of a loaded adapter (``load(adapters=)``) to draft with, and of the LoRA, if one has
+                          its name; None: that of the LoRA's name, if there is one, or else the model's own
         on_prompt=None    function (prompt tokens processed, prompt tokens in total), called after each chunk of 512
 
         prediction=None   text (or token ids) that the new one is expected to resemble: it becomes drafts, and changes
@@ -346,7 +379,7 @@ class Model:
         requests = [
             call.request(ids, self.target, seed) for ids, own in zip(prompts, seeds, strict=True) for seed in own
         ]
-        drafter = self.drafter_of(call.drafter or (self.spec if len(requests) == 1 else self.spec_of_several))
+        drafter = self.drafter_for(call, len(requests) > 1)
         try:
             results = generation.generate(
                 *(self._scheduler, requests, drafter, self.tokenizer),
@@ -372,7 +405,7 @@ class Model:
         call.seeds(1)
         call.check_single()
         request = call.request(prompts[0], self.target)
-        drafter, stop = self.drafter_of(call.drafter or self.spec), call.stops(self.target)
+        drafter, stop = self.drafter_for(call, several=False), call.stops(self.target)
         return self._settled(generation.stream(self._scheduler, request, drafter, self.tokenizer, stop=stop))
 
     def _settled(self, chunks: Generator[T, None, None]) -> Generator[T, None, None]:
@@ -475,7 +508,8 @@ class Model:
         def question() -> None:
             check_named_once(drafter, options)
             given: Keywords = options if drafter is None else {**options, "drafter": drafter}
-            refuse(self.target, given, lambda spec: self._built(spec or self.spec), prompts=prompts, stream=stream)
+            how: Any = {"prompts": prompts, "stream": stream}
+            refuse(self.target, given, lambda call: self._built(*self._spec_for(call, several=False)), **how)
 
         return support_of(question)
 

@@ -105,14 +105,14 @@ def support_of(question: Callable[[], object]) -> Support:
 def refuse(
     target: Target,
     options: Keywords,
-    drafter: Callable[[str | Spec | None], Drafter],
+    drafter: Callable[[Options], Drafter],
     *,
     prompts: int = 1,
     stream: bool = False,
 ) -> None:
     """Raise what ``Model.generate``, or with ``stream`` ``Model.stream``, raises for these options before decoding.
 
-    drafter  builds the drafter that the options name
+    drafter  builds the drafter of a call
     """
     if isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1:
         raise InputError(f"prompts must be a whole number of at least 1, got {prompts!r}")
@@ -122,7 +122,7 @@ def refuse(
     call.seeds(prompts)
     if stream:
         call.check_single()
-    Engine.refuse(target.decoder, call.request([0], target), drafter(call.drafter))
+    Engine.refuse(target.decoder, call.request([0], target), drafter(call))
 
 
 def check_named_once(drafter: str | Spec | None, options: Keywords) -> None:
@@ -167,7 +167,9 @@ def supports(
         loading.check(loading.LoadConfig(dtype=dtype, device=device, quantize=quantize, kv=kv))
         stand_in = StandIn.of(device, dtype, quantize, kv, encoder=encoder)
         given: Keywords = options if drafter is None else {**options, "drafter": drafter}
-        refuse(stand_in.target, given, lambda spec: stand_in.drafter(spec or AUTO), prompts=prompts, stream=stream)
+        refuse(
+            stand_in.target, given, lambda call: stand_in.drafter(call.drafter or AUTO), prompts=prompts, stream=stream
+        )
 
     return support_of(question)
 

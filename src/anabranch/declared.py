@@ -237,6 +237,7 @@ predictions = allowed(
     lambda value: isinstance(value, str) or (_is_list(value) and all(map(_is_id, value))),
 )
 lora_name = allowed("the name of a loaded LoRA", lambda value: isinstance(value, str))
+adapter_name = allowed("the name of a loaded adapter", lambda value: isinstance(value, str))
 
 
 class ScoreKeywords(TypedDict, total=False):
@@ -315,6 +316,7 @@ class Keywords(ScoreKeywords, total=False):
         Option("function (prompt tokens read, prompt tokens in total)", allowed("a function", callable)),
     ]
     lora: Annotated[str | None, Option("decode with this loaded LoRA", lora_name)]
+    adapter: Annotated[str | None, Option("draft with this loaded adapter", adapter_name)]
     schema: Annotated[
         str | Mapping[str, Any] | bool | type | None,
         Option("write JSON of this JSON schema, given as JSON or as a file of it", schemas, metavar="JSON|FILE"),

@@ -6,8 +6,8 @@ Importing this module is cheap: torch and transformers are imported by ``check``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +32,7 @@ class LoadConfig:
 
     adapters  adapter folders; for all other methods, the adapter shipped for this target is used
     loras     LoRA folders by name, which requests choose from; the weights stay as they are
+    choices   adapter folders by name, which requests choose from; a LoRA that was trained with one comes along
     """
 
     model: Annotated[
@@ -69,16 +70,21 @@ class LoadConfig:
     ] = "auto"
     cache: Annotated[bool, Option("keep packed weights in the cache directory", flags=("--cache/--no-cache",))] = True
     loras: tuple[tuple[str, Path], ...] = ()
+    choices: tuple[tuple[str, Path], ...] = ()
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A target ready for decoding, its adapters, and the seconds that loading and packing took."""
+    """A target ready for decoding, its adapters, and the seconds that loading and packing took.
+
+    choices  adapters by name, which requests choose from
+    """
 
     target: Target
     adapters: tuple[LoadedAdapter, ...]
     load_seconds: float = 0.0
     pack_seconds: float = 0.0
+    choices: Mapping[str, LoadedAdapter] = field(default_factory=dict)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -90,7 +96,7 @@ def check(config: LoadConfig) -> None:
     """Check everything that can be checked before weights are read.
 
     Raises InputError for an invalid value, AdapterError for a folder that is not an adapter or not a LoRA, DeviceError
-    for a device that does not exist, CapabilityError for a LoRA that cannot be chosen by requests.
+    for a device that does not exist, CapabilityError for a LoRA or an adapter that cannot be chosen by requests.
     """
     from anabranch.adapters.folder import read_record
     from anabranch.model.cache import check_kind
@@ -108,11 +114,12 @@ def check(config: LoadConfig) -> None:
     resolve_device(config.device)
     for folder in config.adapters:
         read_record(folder.expanduser())
-    if config.lora is not None and config.loras:
-        raise InputError("give either a LoRA to merge (lora=) or several to choose from (loras=)")
-    if not all(name for name, _ in config.loras):
-        raise InputError("a LoRA of loras= has an empty name; give it one to choose it by")
-    for folder in (*(() if config.lora is None else (config.lora,)), *(folder for _, folder in config.loras)):
+    loras = _loras(config)
+    if config.lora is not None and loras:
+        raise InputError("give either a LoRA to merge (lora=) or several to choose from (loras=, adapters=)")
+    if not all(name for name, _ in (*config.loras, *config.choices)):
+        raise InputError("a LoRA or an adapter to choose from has an empty name; give it one to choose it by")
+    for folder in (*(() if config.lora is None else (config.lora,)), *loras.values()):
         settings = read_settings(folder.expanduser())
         if settings.needs and folder != config.lora:
             raise CapabilityError(
@@ -150,7 +157,7 @@ def load(
 
 
 def _load(config: LoadConfig, *, pack: bool, stored: bool, adapters: bool, progress: Packing | None) -> Loaded:
-    from anabranch.adapters.folder import find_adapters
+    from anabranch.adapters.folder import find_adapters, load_choice
     from anabranch.model.load import load_target
     from anabranch.model.pack import pack_decoder
     from anabranch.model.peft import read_lora
@@ -169,10 +176,11 @@ def _load(config: LoadConfig, *, pack: bool, stored: bool, adapters: bool, progr
         keep=config.cache,
         progress=progress,
     )
-    for name, folder in config.loras:
+    for name, folder in _loras(config).items():
         target.decoder.add_lora(name, read_lora(folder.expanduser(), target.config))
     folders = [folder.expanduser() for folder in config.adapters]
     trained = find_adapters(target, folders) if adapters else ()
+    choices = {name: load_choice(folder.expanduser(), target, name) for name, folder in config.choices}
     if target.needs and target.decoder.rider is None:
         raise AdapterError(
             f"{target.title} was tuned together with its {target.needs}, which its main rows attend to, and is another "
@@ -187,7 +195,7 @@ def _load(config: LoadConfig, *, pack: bool, stored: bool, adapters: bool, progr
                 "kv='int8' is for decoding with packed weights, and these stay as they are; leave kv out"
             )
         target.decoder.quantize_cache()
-    loaded = Loaded(target, trained, read - began, time.perf_counter() - read)
+    loaded = Loaded(target, trained, read - began, time.perf_counter() - read, choices)
     dtype = str(target.decoder.dtype).removeprefix("torch.")
     LOGGER.info(
         "loaded %s in %.1f s, packed in %.1f s: %s on %s, quantize=%s, kv=%s, adapters of %s",
@@ -203,3 +211,11 @@ def _load(config: LoadConfig, *, pack: bool, stored: bool, adapters: bool, progr
         ", ".join(adapter.method.name for adapter in trained) or "no method",
     )
     return loaded
+
+
+def _loras(config: LoadConfig) -> dict[str, Path]:
+    """The LoRAs that requests choose from by name, those that were trained together with an adapter among them."""
+    from anabranch.adapters.folder import own_lora
+
+    bundled = {name: own_lora(folder.expanduser()) for name, folder in config.choices}
+    return {name: lora for name, lora in bundled.items() if lora is not None} | dict(config.loras)

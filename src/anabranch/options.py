@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -89,6 +89,24 @@ class Options:
         if self.drafter is not None:
             parse_spec(self.drafter)
 
+    def lora(self, target: Target) -> str | None:
+        """The LoRA of the call: the one that is named, or else that of the adapter that is named."""
+        lora, adapter = self.values["lora"], self.values["adapter"]
+        return adapter if lora is None and adapter in target.decoder.loras.names else lora
+
+    def adapter(self, loaded: Collection[str]) -> str | None:
+        """The adapter of the call among those loaded: the one that is named, or else one of the LoRA's name.
+
+        Raises InputError for one that was not loaded.
+        """
+        lora, adapter = self.values["lora"], self.values["adapter"]
+        if adapter is None:
+            return lora if lora in loaded else None
+        if adapter not in loaded:
+            known = f"those loaded are {', '.join(loaded)}" if loaded else "none was loaded by name (adapters=)"
+            raise InputError(f"there is no adapter {adapter!r}; {known}")
+        return adapter
+
     def stops(self, target: Target) -> tuple[str, ...]:
         """The stop strings."""
         stop = self.values["stop"]
@@ -143,7 +161,7 @@ class Options:
         return Request(
             *(prompt_ids, new, sampling, ends, values["rule"], values["log_probs"]),
             on_prompt=values["on_prompt"],
-            lora=values["lora"],
+            lora=self.lora(target),
             top_log_probs=int(values["top_log_probs"]),
             prediction=self._prediction(target),
             source=source,

@@ -106,9 +106,10 @@ def test_requests_that_outlast_the_drain_get_an_error(where: list[object]) -> No
 
 
 @pytest.mark.thorough
-def test_loras_are_served_by_their_names(toys: ToyFolders, tmp_path: Path) -> None:
+def test_loras_and_adapters_are_served_by_their_names(toys: ToyFolders, tmp_path: Path) -> None:
     """At the same time as the model itself; each gives the texts of a model into which it alone is merged."""
     where = {"dtype": "float32", "device": "cpu", "drafter": "none"}
+    chosen = ["--adapter-model", f"drafted={toys.adapter}"]
     expected, options = {}, [f"--{name}={value}" for name, value in where.items()]
     with load(toys.model, **where) as plain:
         expected["toy"] = plain.generate("the thing", max_new_tokens=60, ignore_eos=True).text
@@ -118,14 +119,20 @@ def test_loras_are_served_by_their_names(toys: ToyFolders, tmp_path: Path) -> No
         options += ["--lora-model", f"{name}={tmp_path / name}"]
         with load(toys.model, lora=tmp_path / name, **where) as tuned:
             expected[name] = tuned.generate("the thing", max_new_tokens=60, ignore_eos=True).text
+    expected["drafted"] = expected["toy"]
+    options = [option for option in options if not option.startswith("--drafter")] + chosen
     with started("--model", toys.model, *options) as (_, url), ThreadPoolExecutor(6) as pool:
         listed = httpx.get(url + "/v1/models", timeout=300).json()["data"]
         names = list(expected) * 2
-        answers = pool.map(lambda name: httpx.post(url + COMPLETIONS, json={**BODY, "model": name}, timeout=300), names)
-        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        found = pool.map(lambda name: httpx.post(url + COMPLETIONS, json={**BODY, "model": name}, timeout=300), names)
+        texts = [answer.json()["choices"][0]["text"] for answer in found]
+        for name, status in (("drafted", 200), ("toy", 400)):
+            asked = httpx.post(url + COMPLETIONS, json={**BODY, "model": name, "drafter": "streams"}, timeout=300)
+            assert asked.status_code == status, asked.text
     assert [each["id"] for each in listed] == list(expected)
     assert texts == list(expected.values()) * 2
     assert len(set(texts)) == 3
+    assert [each["parent"] for each in listed] == [None, "toy", "toy", "toy"]
 
 
 def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
@@ -135,8 +142,9 @@ def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
     assert (done.code, "can be reached by others" in done.err) == (1, True)
     done = anabranch("serve", *where, "--preset", "emacs")
     assert (done.code, "there is no preset 'emacs'; choose one of curl" in done.err) == (1, True)
-    done = anabranch("serve", *where, "--lora-model", "a")
-    assert (done.code, "--lora-model must be NAME=FOLDER, got 'a'" in done.err) == (1, True)
+    for option in ("--lora-model", "--adapter-model"):
+        done = anabranch("serve", *where, option, "a")
+        assert (done.code, f"{option} must be NAME=FOLDER, got 'a'" in done.err) == (1, True)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

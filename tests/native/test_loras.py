@@ -16,7 +16,7 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.inputs import Inputs
 from anabranch.model.pack import pack_decoder
 from anabranch.tree import DraftTree
-from small import decode, drawn_lora, merged_copy, request, rows_of
+from small import decode, drawn_lora, merged_copy, request, rows_of, same_tree
 
 pytestmark = test_kernels.needs_kernels
 
@@ -87,6 +87,25 @@ def test_the_tokens_are_those_of_merged_models() -> None:
     for lora, terms in loras.items():
         found, _ = decode(model, [replace(request(9, 1, 20), lora=lora)])
         assert found == decode(merged_copy(plain, terms), [request(9, 1, 20)])[0]
+
+
+@pytest.mark.parametrize("shape", [{}, {"root_width": 32}, {"stream_mlp": "adapter"}])
+def test_drafts_are_those_of_merged_models(shape: dict[str, object]) -> None:
+    """Streams that trail a row have the terms of its LoRA, as if they were in the weights."""
+    plain = decoder(CASES["llama"], torch.float32)
+    loras = {"a": drawn_lora(plain.config, seed=5), "b": drawn_lora(plain.config, "o_proj", rank=40, seed=6)}
+    model = with_loras(copy.deepcopy(plain))
+    assert pack_decoder(model)
+    drafter = make_drafter("streams:placement=trail", model, test_kernels.adapter_for(model, **shape))
+    _, together = decode(model, [replace(request(9, 1, 20), lora=lora) for lora in loras], drafter, rows=2)
+    for found, terms in zip(together, loras.values(), strict=True):
+        merged = merged_copy(plain, terms)
+        assert pack_decoder(merged)
+        drafter = make_drafter("streams:placement=trail", merged, test_kernels.adapter_for(merged, **shape))
+        _, (wanted,) = decode(merged, [request(9, 1, 20)], drafter)
+        assert any(step.tree.size > 1 for step in wanted)
+        for step, other in zip(found, wanted, strict=True):
+            same_tree(step.tree, other.tree)
 
 
 def test_a_lora_may_come_later_and_be_replaced() -> None:

@@ -86,7 +86,6 @@ def test_loras_are_models_of_their_own() -> None:
         target = server.service.model.target
         for model in (server.service.model, server.reference):
             model.target.decoder.add_lora("tuned", drawn_lora(target.config, seed=5))
-        server.service.loras = ("tuned",)
         body: dict[str, Any] = {"prompt": "the thing", "max_tokens": 16, "temperature": 0}
         with ThreadPoolExecutor(2) as pool:
             names = (None, "tuned")

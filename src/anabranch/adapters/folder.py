@@ -23,10 +23,11 @@ from torch import Tensor
 
 from anabranch.adapters.record import CONFIG, FORMAT, VERSION, card, method_of, read_record, title_of
 from anabranch.drafting.trained import TrainedModule
-from anabranch.errors import AdapterError, FileError, InputError, one_line
+from anabranch.errors import AdapterError, CapabilityError, FileError, InputError, one_line
 from anabranch.methods import Method
 from anabranch.model.config import ModelConfig
 from anabranch.model.load import Target, base_name
+from anabranch.model.passes import Rider
 from anabranch.model.stored import UNREADABLE, dtype_name, is_finite
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, shown
@@ -38,12 +39,15 @@ __all__ = [
     "TargetIdentity",
     "find_adapters",
     "load_adapter",
+    "load_choice",
+    "own_lora",
     "read_record",
     "save_adapter",
     "shipped",
 ]
 
 WEIGHTS, CARD = "adapter.safetensors", "README.md"
+LORA = "lora"  # the LoRA that was trained together with an adapter
 # adapters that come with the package, one folder each
 SHIPPED = Path(__file__).resolve().parent / "shipped"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -135,9 +139,53 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
     Raises AdapterError if a file is missing, truncated or tampered with, if the tensors do not fit the config, if the
     method is not known, and if the adapter was trained for other weights.
     """
+    loaded = _load(folder, target, lora=False)
+    rider = _rider(loaded, target)
+    if rider is not None:
+        target.decoder.rider = rider
+    return loaded
+
+
+def own_lora(folder: Path) -> Path | None:
+    """The folder of the LoRA that was trained together with an adapter; None: there is none.
+
+    Raises AdapterError if there is no adapter.
+    """
+    lora = folder / LORA
+    return lora if read_record(folder)["target"].get("lora") == LORA and lora.is_dir() else None
+
+
+def load_choice(folder: Path, target: Target, name: str) -> LoadedAdapter:
+    """Load an adapter that requests choose by ``name``, for the target itself or for its LoRA of that name.
+
+    Raises what ``load_adapter`` raises, and CapabilityError for an adapter whose streams are part of its target.
+    """
+    loaded = _load(folder, target, lora=name in target.decoder.loras.names)
+    if _rider(loaded, target) is not None:
+        raise CapabilityError(
+            f"the streams of the adapter in {folder} are part of its target, which requests cannot choose; load that "
+            "target with it alone (adapter=)"
+        )
+    return loaded
+
+
+def _rider(loaded: LoadedAdapter, target: Target) -> Rider | None:
+    """The rows of an adapter that are part of its target; None: it has none."""
+    trained = loaded.method.trained
+    assert trained is not None
+    return trained.rider(target.decoder, loaded.module)
+
+
+def _load(folder: Path, target: Target, *, lora: bool) -> LoadedAdapter:
+    """The module and the method of a folder.
+
+    lora  whether an adapter for the target with a LoRA is taken too, which only its shape can tell: the weights that it
+          was trained for, with the LoRA merged, are nowhere. Drafts never change the output
+    """
     record = read_record(folder)
     belongs = record["target"]
-    if belongs["fingerprint"] != target.fingerprint:
+    tuned = lora and "lora" in belongs and belongs.get("shape") == _shape(target.config)
+    if belongs["fingerprint"] != target.fingerprint and not tuned:
         raise AdapterError(
             f"the adapter in {folder} was trained for {title_of(belongs)} (fingerprint "
             f"{belongs['fingerprint'][:12]}), but the target is {target.title} (fingerprint "
@@ -161,9 +209,6 @@ def load_adapter(folder: Path, target: Target) -> LoadedAdapter:
             if is_finite(tensors[name]):
                 why = f"that {dtype_name(value.dtype)} cannot hold; use bfloat16 or float32"
             raise AdapterError(f"{folder / WEIGHTS} has values in {name} {why}")
-    rider = trained.rider(target.decoder, module)
-    if rider is not None:
-        target.decoder.rider = rider
     return LoadedAdapter(module, record, method)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -28,12 +29,21 @@ class ServeConfig:
 
     loading: LoadConfig = field(default=LoadConfig())
     drafter: options.DefaultDrafter = None
-    several: Annotated[
+    lora_models: Annotated[
         tuple[str, ...],
         typer.Option(
             "--lora-model",
             metavar="NAME=FOLDER",
             help="serve the model with this LoRA as a model of this name too; repeatable",
+        ),
+    ] = ()
+    adapter_models: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--adapter-model",
+            metavar="NAME=FOLDER",
+            help="serve the model with this adapter, and the LoRA that was trained with it or that has this name, as a "
+            "model of this name too; repeatable",
         ),
     ] = ()
     preset: Annotated[
@@ -48,11 +58,20 @@ class ServeConfig:
 
     @property
     def models(self) -> LoadConfig:
-        """The model and its LoRAs. Raises InputError for a LoRA without a name."""
-        loras = [each.partition("=") for each in self.several]
-        if wrong := [name for name, _, folder in loras if not (name and folder)]:
-            raise InputError(f"--lora-model must be NAME=FOLDER, got {wrong[0]!r}")
-        return replace(self.loading, loras=tuple((name, Path(folder)) for name, _, folder in loras))
+        """The model with its LoRAs and adapters by name. Raises InputError for one without a name."""
+        return replace(
+            self.loading,
+            loras=_named("--lora-model", self.lora_models),
+            choices=_named("--adapter-model", self.adapter_models),
+        )
+
+
+def _named(option: str, given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
+    """The names and folders of NAME=FOLDER."""
+    parts = [each.partition("=") for each in given]
+    if wrong := [each for each, (name, _, folder) in zip(given, parts, strict=True) if not (name and folder)]:
+        raise InputError(f"{option} must be NAME=FOLDER, got {wrong[0]!r}")
+    return tuple((name, Path(folder)) for name, _, folder in parts)
 
 
 @configured

@@ -440,7 +440,7 @@ def load_model(loading: LoadConfig, drafter: str | None, call: Keywords, wait: W
     if loaded.target.generation.honoured:
         wait.clear()
         name_defaults(loaded.target, text=True)
-    return Model(loaded.target, loaded.adapters, drafter)
+    return Model(loaded.target, loaded.adapters, drafter, choices=loaded.choices)
 
 
 def name_defaults(target: Target, *, text: bool = False) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from anabranch.drafting.combined import ChoiceDrafter
 from anabranch.drafting.drafter import Drafter, Row
@@ -74,7 +74,8 @@ class Member:
         self.request, self.drafter, self.limit, self.rides = request, drafter, limit, rides
         self.ready, self.encoded = False, request.source is None
         prompt = [int(t) for t in request.prompt_ids]
-        self.row = Row(prompt, len(prompt), request.sampling.unconstrained, request.rule, source=request.source)
+        about: Any = {"source": request.source, "lora": request.lora}
+        self.row = Row(prompt, len(prompt), request.sampling.unconstrained, request.rule, **about)
         self.begin = len(prompt) - request.emitted
         self.expected = Expected(request.prediction) if request.prediction else None
         self.read = 0  # prompt tokens in the cache

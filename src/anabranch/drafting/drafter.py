@@ -131,6 +131,7 @@ class Row:
 
     tokens     prompt and committed tokens; the last one is the root of the next draft tree
     source     the input of the encoder that the row's tokens are about; None in a decoder-only model
+    lora       the name of the LoRA that the target decodes it with; None: the target as it is
     max_depth  maximum useful depth of a draft in this step: the tokens that may still be emitted besides the next one
     acceptance    corrects the drafters' probabilities by what was accepted
     state      each drafter's state for this row
@@ -147,6 +148,7 @@ class Row:
     state: dict[Drafter, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     source: Source | None = None
+    lora: str | None = None
 
     @property
     def context(self) -> Sequence[int]:

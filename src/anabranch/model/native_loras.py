@@ -22,22 +22,31 @@ __all__ = ["NativeLoras"]
 
 
 class NativeLoras:
-    """The LoRAs of a packed target, whose terms are packed in the type of its rows when a pass first has them."""
+    """The LoRAs of a packed target, whose terms are packed in the type of its rows when a pass first has them.
 
-    def __init__(self, kind: str, config: ModelConfig) -> None:
-        self._config, self._packed = config, PackedTerms(kind)
+    first  the lowest layer of the passes
+    mlp    whether their layers have the target's MLP
+    """
+
+    def __init__(self, kind: str, config: ModelConfig, first: int = 0, *, mlp: bool = True) -> None:
+        self._config, self._packed, self._first = config, PackedTerms(kind), first
+        self._parts = PARTS if mlp else PARTS[:2]
         self._known: dict[str, tuple[Sequence[LayerTerms], int]] = {}
 
     def pointers(self, sides: RowSides, layer: int) -> array[int]:
         """The addresses of the rows' terms from a layer on [B], 0 for rows without a LoRA."""
         for name, layers in sides.terms.items():
             if name not in self._known or self._known[name][0] is not layers:
-                self._known[name] = layers, self._packed.addresses([self._layer(terms) for terms in layers])
-        skipped = layer * ctypes.sizeof(structs.Terms)
+                self._known[name] = (
+                    layers,
+                    self._packed.addresses([self._layer(terms) for terms in layers[self._first :]]),
+                )
+        skipped = (layer - self._first) * ctypes.sizeof(structs.Terms)
         return array("Q", [0 if name is None else self._known[name][1] + skipped for name in sides.names_B])
 
     def _layer(self, terms: LayerTerms) -> structs.Terms:
-        parts = [_fused(self._config, part, terms[part]) if part in terms else None for part in PARTS]
+        known = terms.keys() & set(self._parts)
+        parts = [_fused(self._config, part, terms[part]) if part in known else None for part in PARTS]
         return self._packed.layer(*parts, gated=self._config.gated_mlp)
 
 

@@ -429,8 +429,10 @@ void check_loras(int kind, const Shape& s, const Layer* layers, int count, const
   for (int b = 0; b < batch.batch; ++b) {
     if (batch.loras[b] == nullptr || std::find(batch.loras, batch.loras + b, batch.loras[b]) != batch.loras + b) continue;
     for (int i = 0; i < count; ++i) {
-      require(layers[i].up.data != nullptr, "a layer with a LoRA has no MLP");
-      check(kind, s, layers[i], batch.loras[b][i]);
+      const Terms& terms = batch.loras[b][i];
+      require(layers[i].up.data != nullptr || (terms.up.down.data == nullptr && terms.down.down.data == nullptr),
+              "a layer without an MLP has a LoRA for it");
+      check(kind, s, layers[i], terms);
     }
   }
 }

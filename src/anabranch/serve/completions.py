@@ -53,12 +53,10 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
 
 def _call(service: Service, body: CompletionBody) -> Call:
-    lora, unused = service.lora_of(body.model), body.unused()
+    model, unused = service.choice(body.model), body.unused()
     special = body.add_special_tokens is not False
     _, prompts = read_prompts(body.prompt, service.model.tokenizer, add_special_tokens=special)
     keywords, n = body.keywords(service.model.target.generation), body.n or 1
-    if lora is not None:
-        keywords["lora"] = lora
     if body.logprobs is not None:
         keywords |= {"log_probs": True, "top_log_probs": body.logprobs}
     most = NEW if body.max_tokens is None else body.max_tokens
@@ -66,14 +64,16 @@ def _call(service: Service, body: CompletionBody) -> Call:
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise RequestError(400, "echo with logprobs cannot be streamed; leave stream out", param="echo")
+        lora = model if model in service.model.target.decoder.loras.names else None
         scores = [ScoreJob(ids, lora, body.logprobs) for ids in prompts]
     if most:
-        jobs = service.jobs(prompts, keywords, most=most, n=n, whole=not body.stream, priority=body.priority or 0)
+        whole, priority = not body.stream, body.priority or 0
+        jobs = service.jobs(prompts, keywords, model=model, most=most, n=n, whole=whole, priority=priority)
     elif body.echo and not body.stream:
         jobs = []  # only the prompt itself
     else:
         raise RequestError(400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
-    return Call(prompts, n, jobs, scores, unused)
+    return Call(prompts, n, jobs, model, scores, unused)
 
 
 class _Written:

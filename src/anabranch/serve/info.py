@@ -42,9 +42,9 @@ async def health(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The model under its names, and its LoRAs."""
+    """The model under its names, its LoRAs and its adapters."""
     service = _service(request)
-    cards = [service.card(name) for name in (*service.names, *service.loras)]
+    cards = [service.card(name) for name in (*service.names, *service.others)]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}  # of Anthropic's form
     return Json({"object": "list", "data": cards, **ends})
 
@@ -53,7 +53,7 @@ async def models(request: Request) -> Response:
 async def model(name: str, request: Request) -> Response:
     """One model."""
     service = _service(request)
-    service.lora_of(name)
+    service.choice(name)
     return Json(service.card(name))
 
 
@@ -77,7 +77,8 @@ async def props(request: Request) -> Response:
             "chat_template": getattr(service.model.tokenizer, "chat_template", None),
             "modalities": {"vision": False, "audio": False},
             "drafter": str(service.model.spec_of_several),
-            "loras": list(service.loras),
+            "loras": list(target.decoder.loras.names),
+            "adapters": list(service.model.choices),
             "dtype": str(target.decoder.dtype).removeprefix("torch."),
             "quantize": target.quantize,
             "device": str(target.decoder.device),

@@ -30,6 +30,7 @@ class Call:
     """A checked request: the sequences to decode and the texts to score.
 
     prompts  token ids of each prompt; ``jobs`` has ``n`` sequences of each, in order
+    model    the LoRA or the adapter that it chose (``Service.choice``); None: the model itself
     scores   of each prompt, where its own log probabilities are wanted
     unused   fields that have no effect
     """
@@ -37,6 +38,7 @@ class Call:
     prompts: Sequence[list[int]]
     n: int
     jobs: Sequence[Job]
+    model: str | None = None
     scores: Sequence[ScoreJob] = ()
     unused: Sequence[str] = ()
 
@@ -61,7 +63,6 @@ class Service:
         self.keys = keys_of(settings)
         own = model.target.name
         self.names = settings.names or tuple(dict.fromkeys((own.rstrip("/").rsplit("/", 1)[-1] or own, own)))
-        self.loras = tuple(model.target.decoder.loras.names)
         self.metrics = Metrics(self.names[0])
         model.scheduler.limit(settings.rows)
         memory = KEPT_SHARE if settings.prefix_memory is None else settings.prefix_memory * MIB
@@ -72,17 +73,25 @@ class Service:
         self.draining = False
 
     @property
+    def others(self) -> list[str]:
+        """The names of LoRAs and adapters, which are models of their own to clients."""
+        return list(dict.fromkeys((*self.model.target.decoder.loras.names, *self.model.choices)))
+
+    @property
     def context(self) -> int:
         """The most tokens of a text, prompt included."""
         return self.model.target.config.max_positions
 
-    def lora_of(self, name: str | None) -> str | None:
-        """The LoRA that a model name stands for, None for the model itself. Raises RequestError for an unknown name."""
+    def choice(self, name: str | None) -> str | None:
+        """The LoRA or the adapter that a model name stands for, None for the model itself.
+
+        Raises RequestError for an unknown name.
+        """
         if name is None or name in self.names or name.startswith("claude-"):
             return None
-        if name in self.loras:
+        if name in self.others:
             return name
-        known = ", ".join((*self.names, *self.loras))
+        known = ", ".join((*self.names, *self.others))
         raise RequestError(404, f"there is no model {name!r} here, only {known}", param="model", code="model_not_found")
 
     def jobs(
@@ -90,6 +99,7 @@ class Service:
         prompts: Sequence[list[int]],
         keywords: Keywords,
         *,
+        model: str | None,
         most: int | None,
         n: int,
         whole: bool,
@@ -97,6 +107,7 @@ class Service:
     ) -> list[Job]:
         """The checked sequences of some prompts. Raises RequestError, InputError, CapabilityError or OutOfMemoryError.
 
+        model  the LoRA or the adapter (``choice``), or both of this name
         most   new tokens; None: as many as the context and the server allow
         n      samples of each prompt, with seeds that count up
         whole  whether only the whole text is wanted
@@ -110,6 +121,8 @@ class Service:
         if limit is not None and most is not None and most > limit:
             raise RequestError(400, f"the answer is limited to {limit} tokens here, got {most}", param="max_tokens")
         scheduler, jobs = self.model.scheduler, []
+        tuned = model in self.model.target.decoder.loras.names
+        chosen: Keywords = {"lora": model} if tuned else {"adapter": model}
         for ids in prompts:
             room = self.context - len(ids)
             if room <= 0:
@@ -119,8 +132,8 @@ class Service:
                     code="context_length_exceeded",
                 )
             new = min(limit or room, room) if most is None else min(most, room)
-            options = Options({**keywords, "max_new_tokens": new, **({"n": n} if n > 1 else {})})
-            drafter = self.model.drafter_of(options.drafter or self.model.spec_of_several)
+            options = Options({**keywords, **chosen, "max_new_tokens": new, **({"n": n} if n > 1 else {})})
+            drafter = self.model.drafter_for(options, several=True)
             stop = options.stops(self.model.target)
             for seed in options.seeds(1)[0]:
                 request = options.request(list(ids), self.model.target, seed)

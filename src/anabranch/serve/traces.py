@@ -87,8 +87,7 @@ class Traces:
                 at = getattr(job, begun)
                 if at is not None:
                     span.add_event(name, which, int((at + offset) * 1e9))
-        lora = next((job.request.lora for job in call.jobs), None) or next((score.lora for score in call.scores), None)
-        model = lora or self.service.names[0]
+        model = call.model or self.service.names[0]
         span.update_name(f"{operation} {model}")
         counted, first = usage(call), [job.first - job.arrived for job in call.jobs if job.first is not None]
         found: dict[str, Any] = {

@@ -96,10 +96,8 @@ def prepared(service: Service, turn: Turn, body: Sampling, *, most: int | None, 
 
     Raises RequestError, InputError, CapabilityError or OutOfMemoryError.
     """
-    unused = body.unused()
+    unused, model = body.unused(), service.choice(body.model)
     keywords: Keywords = {**body.keywords(service.model.target.generation), **(extra or {})}
-    if lora := service.lora_of(body.model):
-        keywords["lora"] = lora
     ids, n = prompt_of(service, turn), body.n or 1
     if turn.offered and any(name in keywords for name in STRUCTURES):
         raise RequestError(
@@ -107,5 +105,5 @@ def prepared(service: Service, turn: Turn, body: Sampling, *, most: int | None, 
         )
     keywords |= turn.forced(style(service) or "tags")
     whole, priority = not body.stream, body.priority or 0
-    jobs = service.jobs([ids], keywords, most=most, n=n, whole=whole, priority=priority)
-    return Call([ids], n, jobs, unused=unused)
+    jobs = service.jobs([ids], keywords, model=model, most=most, n=n, whole=whole, priority=priority)
+    return Call([ids], n, jobs, model, unused=unused)

@@ -283,9 +283,15 @@ def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: 
             loading.load(loading.LoadConfig(str(folder / "model")), pack=False, adapters=False)
         with pytest.raises(CapabilityError, match="which requests cannot choose; merge it"):
             anabranch.load(toys.model, loras={"a": folder / "lora"})
+        with pytest.raises(CapabilityError, match="which requests cannot choose; merge it"):
+            anabranch.load(toys.model, adapters={"a": folder})
         with anabranch.load(toys.model, lora=folder / "lora", adapter=folder, dtype="float32") as model:
             assert model.generate(ids, max_new_tokens=20, drafter="none", ignore_eos=True).token_ids == plain
     else:
         anabranch.load(folder / "model").close()
+        with anabranch.load(toys.model, adapters={"a": folder}, dtype="float32") as model:  # with its LoRA
+            found = model.generate(ids, max_new_tokens=20, adapter="a", ignore_eos=True)
+            assert found.token_ids == plain
+            assert "streams" in found.drafter
     said = "main rows attend to their own streams" if own else "the target was tuned with them"
     assert f"shared mode: {said}" in (folder / "README.md").read_text("utf-8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +25,7 @@ from anabranch.model.cache import Cache
 from anabranch.model.decoder import Decoder
 from anabranch.model.mlp import MLP
 from anabranch.model.native_linear import NativeLinear, table_of
+from anabranch.model.native_loras import NativeLoras
 from anabranch.model.native_terms import Term
 from anabranch.model.pack import packed_like, read_bytes
 from anabranch.model.riding import NativeRider, Side
@@ -47,6 +49,8 @@ class _TrailWeights:
     def __init__(self, target: Decoder, adapter: StreamModule) -> None:
         layers = [self._layer(target.blocks[i], adapter.layer(i)) for i in range(adapter.start, len(target.blocks))]
         self.stack = Stack(target, layers, adapter.start)
+        mlp = adapter.layer(adapter.start).keep_mlp
+        self.loras = NativeLoras(self.stack.kind, target.config, adapter.start, mlp=mlp)
         if adapter.root is not None:
             adapter.root.pack(target.head)
         self.entry, self._kept = self._begin(target, adapter, layers[0])
@@ -111,6 +115,7 @@ class NativeTrail:
         self._weights = adapter.shared(target, _TrailWeights, lambda: _TrailWeights(target, adapter))
         self.stack = self._weights.stack
         self._kernels = StreamKernels(self.stack.kernels)
+        self._loras = self._weights.loras
         head = adapter.shared(target, DraftHead, lambda: DraftHead(target, adapter.vocabulary))
         layers, read = len(target.blocks), self.stack.nbytes + read_bytes(adapter.terms) + head.read
         self.call = Call("partial", layers - self.stack.first, layers, read)
@@ -131,6 +136,7 @@ class NativeTrail:
         cache: Cache,
         *,
         lengths: Sequence[int] | None = None,
+        loras: Sequence[str | None] = (),
     ) -> Tensor:
         """Stream states after the last norm, row by row [sum of ``counts``, D].
 
@@ -139,17 +145,24 @@ class NativeTrail:
         emitted  the token emitted at each of these nodes
         counts   number of streams of each batch row, at most ``streams``; 0: the row is skipped (not for all rows)
         lengths  tokens in the cache of each batch row that the streams attend to; None: the committed ones
+        loras    the name of each batch row's LoRA, whose terms its streams have too; empty: no row has one
         """
         assert max(counts) <= self.streams
         low, high = self.stack.first, self.stack.config.num_layers
         lengths = cache.lengths if lengths is None else lengths
+        sides = self.target.loras.sides(loras)
+        about: Any = {
+            "trailing": True,
+            "sources": cache.memories,
+            "loras": None if sides is None else self._loras.pointers(sides, low),
+        }
         if self._entry is None:
             active = [b for b, count in enumerate(counts) if count]
             tokens = self.target.embedding(torch.tensor([emitted[b] for b in active]))[:, None]
             main = main_MD[[nodes[b] for b in active], None].to(self._dtype)
             initial = self.adapter.initial(main, tokens)
             x = torch.cat([initial[i, : counts[b]] for i, b in enumerate(active)]).to(torch.float32)
-            step = self.stack.step(lengths, counts, None, cache.capacity, x, trailing=True, sources=cache.memories)
+            step = self.stack.step(lengths, counts, None, cache.capacity, x, **about)
             self.stack.run(x, step, cache, 0, low, high)
             return self.target.normed(x)
         main, entry = main_MD, self._entry
@@ -159,7 +172,7 @@ class NativeTrail:
         assert len(node_B) == len(emitted_B) == len(counts)
         entry.main, entry.rows = main.data_ptr(), main.shape[0]
         entry.nodes, entry.emitted = address(node_B), address(emitted_B)
-        step = self.stack.step(lengths, counts, None, cache.capacity, trailing=True, sources=cache.memories)
+        step = self.stack.step(lengths, counts, None, cache.capacity, **about)
         states = torch.empty((step.native.nodes, main.shape[1]), dtype=self._dtype)
         self._kernels.trail(*self.stack.ready(cache, 0, low, high, step), entry, states)
         return states
@@ -263,14 +276,15 @@ class Trailed:
 def trailing(trail: NativeTrail, rows: Sequence[Trailed], cache: Cache, streams: int) -> list[Tensor]:
     """The states [S, D] of streams that trail the latest token of rows, whose slots ascend."""
     nodes, emitted, counts = ([0] * cache.count for _ in range(3))
+    loras: list[str | None] = [None] * cache.count
     main_MD, together = rows[0].main_MD, all(row.main_MD is rows[0].main_MD for row in rows)
     if not together:
         main_MD = torch.stack([row.main_MD[row.node] for row in rows])
     for i, row in enumerate(rows):
         nodes[row.slot], emitted[row.slot] = row.node if together else i, row.latest
-        counts[row.slot] = streams
+        counts[row.slot], loras[row.slot] = streams, row.row.lora
     tally(trail.call, [row.row for row in rows])
-    states = trail.run(main_MD, nodes, emitted, counts, cache, lengths=lengths_with(rows, cache))
+    states = trail.run(main_MD, nodes, emitted, counts, cache, lengths=lengths_with(rows, cache), loras=loras)
     return [states] if len(rows) == 1 else list(states.view(len(rows), streams, -1))
 
 
