@@ -30,7 +30,7 @@ from anabranch.serve.fields import Body
 from anabranch.serve.info import DetokenizeBody
 from anabranch.serve.messages import MessagesBody
 from anabranch.serve.responses import ResponsesBody
-from small import drawn_lora
+from small import drawn_lora, small_adapter
 from toy_text import ToyFolders
 
 COMPLETIONS = "/v1/completions"
@@ -95,6 +95,20 @@ def test_loras_are_models_of_their_own() -> None:
         assert tuned["choices"][0]["text"] == generate("the thing", max_new_tokens=16, lora="tuned").text
         assert plain["choices"][0]["text"] != tuned["choices"][0]["text"]
         assert [each["parent"] for each in server.client.get("/v1/models").json()["data"]] == [None, "toy"]
+
+
+def test_adapters_are_models_of_their_own() -> None:
+    with running(drafter=None) as server:
+        model = server.service.model
+        adapter = small_adapter(model.target.decoder)
+        model.choices["drafted"] = replace(model.adapters[0], module=adapter)
+        body: dict[str, Any] = {"prompt": "the thing", "max_tokens": 16, "temperature": 0}
+        plain, drafted = (server.ask(COMPLETIONS, **body, model=name) for name in ("toy", "drafted"))
+        assert plain["choices"] == drafted["choices"]
+        assert [each["id"] for each in server.client.get("/v1/models").json()["data"]] == ["toy", "drafted"]
+        (job,) = server.service.jobs([[3]], {}, model="drafted", most=1, n=1, whole=True)
+        assert adapter in [getattr(part, "adapter", None) for part in job.drafter.parts]
+        assert server.client.get("/props").json()["adapters"] == ["drafted"]
 
 
 def test_conversations_survive_a_restart(tmp_path: Path) -> None:

@@ -80,6 +80,25 @@ def test_their_asynchronous_client(server: Server) -> None:
     assert asyncio.run(together()) == [server.reference.chat(TALK, max_new_tokens=12).text] * 3
 
 
+@pytest.mark.parametrize(
+    ("both", "named"),
+    [
+        ({"stop": ["a"], "stop_sequences": ["b"]}, "stop_sequences"),
+        (
+            {"output_config": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}},
+            "output_config.format",
+        ),
+    ],
+)
+def test_two_names_for_one_thing_are_refused(server: Server, both: dict[str, Any], named: str) -> None:
+    response = server.post(MESSAGES, messages=TALK, max_tokens=3, **both)
+    assert response.status_code == 400
+    assert named in response.text
+    assert " both say " in response.text
+    same = {"stop": ["a"], "stop_sequences": ["a"]}
+    assert server.post(MESSAGES, messages=TALK, max_tokens=3, **same).status_code == 200
+
+
 def test_stop_sequences(server: Server) -> None:
     whole = server.reference.chat(TALK, max_new_tokens=20).text
     stop = next(letter for letter in whole[3:] if letter.isascii() and letter.isalnum())

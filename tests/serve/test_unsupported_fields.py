@@ -60,13 +60,21 @@ def test_other_values_are_refused_by_name(server: Server, name: str) -> None:
         if name not in model.foreign or not lacks(model, name):
             continue
         asked += path in GENERATING
-        response = server.post(path, **put(body, name, "something else"))
+        active = {field: idle + 0.5 for field, idle in FOREIGN[name].limits}
+        response = server.post(path, **put({**body, **active}, name, "something else"))
         assert response.status_code == 400, path
         message = response.json()["error"]["message"]
         assert message.startswith(f"{name}="), path
         instead = next((field for field in FOREIGN[name].use if field in model.model_fields), None)
         assert message.endswith(f"; use {instead} instead" if instead else "; leave it out"), path
     assert asked, "an entry that concerns no interface"
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_limit_of_penalties_changes_nothing_without_one(server: Server, path: str) -> None:
+    """llama.cpp's clients send its default."""
+    _, body = GENERATING[path]
+    assert answer(server.ask(path, **body, repeat_last_n=64, presence_penalty=0)) == answer(server.ask(path, **body))
 
 
 @pytest.mark.parametrize("path", GENERATING)

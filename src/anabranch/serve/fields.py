@@ -19,7 +19,7 @@ from anabranch.serve.foreign import FOREIGN, Foreign
 from anabranch.serve.structure import VLLM, structure_of
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["Body", "Items", "Sampling", "StreamOptions"]
+__all__ = ["STRUCTURES", "Body", "Items", "Sampling", "StreamOptions"]
 
 T = TypeVar("T")
 # pydantic notes every wrong item otherwise: 2 GiB and 6 seconds for a million of them
@@ -61,6 +61,8 @@ class Body(BaseModel):
                 continue
             if known is None or known.hint:
                 names.append(name)
+                continue
+            if known.limits and all(getattr(self, field, None) in (None, idle) for field, idle in known.limits):
                 continue
             use = next((field for field in known.use if field in type(self).model_fields), None)
             if value not in known.neutral and (use is None or value != getattr(self, use)):

@@ -18,16 +18,19 @@ class Foreign(NamedTuple):
     neutral  values at which it changes nothing; null is one for each
     use      fields to use instead: the first that the interface has is named, and its value is neutral too
     hint     whether any value is tolerated
+    limits   the fields whose effect it limits, with their neutral values: where all have these, it changes nothing
     """
 
     neutral: tuple[Any, ...] = ()
     use: tuple[str, ...] = ()
     hint: bool = False
+    limits: tuple[tuple[str, float], ...] = ()
 
 
 HINT = Foreign(hint=True)
 LIMIT = Foreign(use=("max_tokens", "max_output_tokens"))
 FORMAT = ("response_format",)
+PENALTIES = (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
 
 # fields that change the prompt, which concern the interfaces that only count or list its tokens too
 PROMPT: Mapping[str, Foreign] = {
@@ -78,7 +81,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "min_keep": Foreign((0,)),
     "mirostat": Foreign((0,)),
     "no_repeat_ngram_size": Foreign((0,)),
-    "repeat_last_n": Foreign((-1,)),
+    "repeat_last_n": Foreign((-1,), limits=PENALTIES),
     "repeat_penalty": Foreign((1,), ("repetition_penalty",)),
     "samplers": Foreign(),
     "tfs_z": Foreign((1,)),

@@ -18,7 +18,7 @@ from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import Items, Sampling
+from anabranch.serve.fields import STRUCTURES, Items, Sampling
 from anabranch.serve.foreign import FOREIGN, PROMPT, Foreign
 from anabranch.serve.service import Call, Service, ignored
 from anabranch.serve.structure import wanted_format
@@ -140,7 +140,17 @@ def _call(service: Service, body: MessagesBody, turn: Turn) -> Call:
     if body.n not in (None, 1):
         raise RequestError(400, f"n={body.n} is not supported here; send several requests", param="n")
     extra: Keywords = {"stop": body.stop_sequences} if body.stop_sequences else {}
+    if body.stop_sequences and body.stop not in (None, [], body.stop_sequences):
+        raise RequestError(
+            400, "stop and stop_sequences both say where the answer ends; give one of them", param="stop_sequences"
+        )
     form = body.output_format or (body.output_config or {}).get("format")
+    if form is not None and (other := next((name for name in STRUCTURES if getattr(body, name) is not None), None)):
+        raise RequestError(
+            400,
+            f"output_config.format and {other} both say what the answer must be; give one of them",
+            param="output_config.format",
+        )
     extra |= {} if form is None else wanted_format(form, "output_config.format")
     return prepared(service, turn, body, most=body.max_tokens, extra=extra)
 
