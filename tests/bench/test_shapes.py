@@ -135,6 +135,9 @@ def test_models_are_loaded_and_measured_one_after_another(toys: ToyFolders, tmp_
     assert first["parameters"] == second["parameters"] > 0
     assert [step["kind"] for step in first["steps"]] == ["plain", "verify 1", "verify 4"]
     assert json.loads(done.stdout)["timed"] == [first, second]
+    done = CliRunner().invoke(app, ["bench", "shape", target, *grid, "--context", "95"])
+    assert done.exit_code == 1
+    assert "a context of 95 tokens and those that are timed do not fit the model's 96 positions" in str(done.exception)
 
 
 @needs_kernels

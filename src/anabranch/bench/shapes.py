@@ -256,7 +256,7 @@ def measure_decoder(
     """Time plain steps, passes over drafts of ``widths`` nodes, and steps of ``drafters``, of a packed decoder.
 
     Combinations of batch and context that do not fit in memory are left out. Raises InputError for numbers out of
-    range.
+    range and for a context beyond the model's positions.
     """
     _check_grid(widths=widths, batches=batches, contexts=contexts, rounds=rounds)
     report("memory", 0, 1)
@@ -267,6 +267,12 @@ def measure_decoder(
     shape = Shape(model, parameters, dtype, weights, random, machine)
     kinds: dict[str, Drafter] = {"plain": NoDrafter(), **{f"verify {n}": Fixed(n) for n in sorted(set(widths))}}
     kinds |= drafters
+    room = decoder.config.max_positions - _emitted(kinds, rounds)
+    if max(contexts) > room:
+        raise InputError(
+            f"a context of {max(contexts):,} tokens and those that are timed do not fit the model's "
+            f"{decoder.config.max_positions:,} positions; use at most {room:,}"
+        )
     cells = [(batch, context) for context in contexts for batch in batches]
     for done, (batch, context) in enumerate(cells):
         report(f"batch {batch}, context {context:,}", done, len(cells))
@@ -292,11 +298,15 @@ def _trained_drafters(decoder: Decoder, nodes: int) -> dict[str, Drafter]:
     return drafters
 
 
+def _emitted(kinds: Mapping[str, Drafter], rounds: int) -> int:
+    """The most tokens that a row emits, and the nodes of its last draft."""
+    deepest = max(drafter.depth_of(drafter.max_nodes) for drafter in kinds.values() if not isinstance(drafter, Fixed))
+    return 2 * (rounds + 1) * len(kinds) * (deepest + 1) + max(drafter.margin for drafter in kinds.values())
+
+
 def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int, rounds: int) -> list[Times]:
     """Time all kinds in alternation, so that drift of the machine affects all alike, after one warm-up round."""
-    turns = _Alternating(list(kinds.values()))
-    deepest = max(drafter.depth_of(drafter.max_nodes) for drafter in kinds.values() if not isinstance(drafter, Fixed))
-    most = 2 * (rounds + 1) * len(kinds) * (deepest + 1) + turns.margin  # maximum number of emitted tokens
+    turns, most = _Alternating(list(kinds.values())), _emitted(kinds, rounds)
     engine = Engine(decoder, turns, rows=batch, capacity=context + most)
     tokens = torch.randint(decoder.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     for slot, row in enumerate(tokens.tolist()):
