@@ -14,7 +14,11 @@ __all__ = ["lines"]
 Result = Mapping[str, Any]
 NODES = (8, 16)
 SMALL, MIDDLE, LARGE = "135M", "0.5B", "1.5B"
-LARGE_NODES = {"streams:tree=8": ("streams", 8), "draft_model": ("draft_model", 16)}  # by contender of ``bench``
+LARGE_NODES = {  # by contender of ``bench``
+    "streams:tree=8": ("streams", 8),
+    "medusa:nodes=8": ("medusa", 8),
+    "draft_model": ("draft_model", 16),
+}
 
 
 class Cell(NamedTuple):

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from anabranch.api import Model
 from anabranch.serve.app import create_app
+from anabranch.serve.connection import Connection
 from anabranch.serve.service import Service
 from anabranch.serve.settings import Settings
 from toy_text import toy_model
@@ -129,7 +130,9 @@ def serving(model: Model, settings: Settings, reference: Model, *, traces: Any =
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen(128)  # clients may connect before the thread serves
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=600)
+    config = uvicorn.Config(
+        app, http=Connection, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=600
+    )
     server = uvicorn.Server(config)  # which closes no connection while a client writes to it
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()

@@ -10,8 +10,9 @@ import socket
 import time
 from collections.abc import MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,8 @@ def test_bodies_that_are_too_large_or_too_slow() -> None:
 
 
 def test_connections_that_send_slowly_hold_up_nobody() -> None:
-    """Forty clients stop in the middle of a header or a body: those with a body get their error, the others wait."""
-    with running(replace(SETTINGS, rows=2, body_seconds=0.5)) as server, ExitStack() as stack:
+    """Forty clients stop in the middle of a header or a body: those with a body get their error."""
+    with running(replace(SETTINGS, rows=2, body_seconds=2)) as server, ExitStack() as stack:
         host, port = server.url.removeprefix("http://").split(":")
         half = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Le"
         slow = [stack.enter_context(socket.create_connection((host, int(port)), timeout=300)) for _ in range(40)]
@@ -144,6 +145,25 @@ def test_connections_that_send_slowly_hold_up_nobody() -> None:
             server.reference.generate("the", max_new_tokens=9).text
         )
         assert all(b" 408 " in connection.recv(4096).split(b"\r\n")[0] for connection in slow[::2])
+        assert all(connection.recv(4096) == b"" for connection in slow[1::2])
+
+
+def test_connections_without_a_head_are_closed() -> None:
+    """Those that send nothing, or half a head after a request; an idle one stays open for the next request."""
+    with running(replace(SETTINGS, body_seconds=0.3)) as server, ExitStack() as stack:
+        address = server.url.removeprefix("http://")
+        silent, halved, idle = (stack.enter_context(closing(HTTPConnection(address, timeout=300))) for _ in range(3))
+        silent.connect()
+        for connection in (halved, idle):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b'{"status":"ok"}'
+        halved.sock.sendall(b"GET /health HT")
+        assert silent.sock.recv(4096) == b""
+        assert halved.sock.recv(4096) == b""
+        time.sleep(0.5)
+        idle.sock.sendall(b"GET /health HT")
+        idle.sock.sendall(b"TP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in idle.sock.recv(4096).split(b"\r\n")[0]
 
 
 def stuck(server: Server, **body: Any) -> Future[None]:

@@ -15,6 +15,7 @@ from anabranch.api import Model
 from anabranch.errors import InputError
 from anabranch.serve.access import LOG, LogLines
 from anabranch.serve.app import create_app
+from anabranch.serve.connection import Connection
 from anabranch.serve.service import Service
 from anabranch.serve.settings import Settings
 
@@ -63,6 +64,7 @@ def serve(model: Model, settings: Settings, listening: socket.socket, ready: Cal
     app = create_app(model, settings, traces=traces)
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,
