@@ -14,25 +14,27 @@ __all__ = ["TARGET", "contenders", "lines"]
 
 Result = Mapping[str, Any]
 Contender = tuple[str, Result, Result, Result]
+SAMPLED = "sampled-qwen2.5-coder-*.json"
 PASSES, RUNS, LEARNED = "passes-by-nodes-*.json", "qwen2.5-coder-*-spec-bench-*.json", "study-learning_larger-*.json"
 PLAIN = "none"
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"  # whose costs the paragraph on other methods states
+GREEDY, AT_ONE = "greedy", "sampled at temperature 1 and verified by matching"
 OURS = ("auto", "streams", "prompt_lookup")  # streams and methods that learn nothing
 
 
 def lines() -> list[str]:
     """All lines: the table of costs, what follows from it, speedups by task, and acceptance by depth."""
     passes, learned, found = newest(PASSES), newest(LEARNED), contenders()
-    tables = [*_by_task(found), *_by_depth(found)]
+    tables = [*_by_task(found, GREEDY), *_by_task(contenders(SAMPLED), AT_ONE), *_by_depth(found)]
     if passes is None:
         return tables
     carried = [] if learned is None else _carried(passes[1], learned[1])
     return [*_costs(*passes), *_verdict(passes[1], found), *carried, *tables]
 
 
-def contenders() -> list[Contender]:
+def contenders(runs: str = RUNS) -> list[Contender]:
     """The newest record of each of our contenders by target: (name of the result, result, record, plain decoding's)."""
-    found = _contenders(_newest_first(results(RUNS)))
+    found = _contenders(_newest_first(results(runs)))
     return sorted(found, key=lambda each: (each[1]["run"]["model"], each[2]["name"]))
 
 
@@ -135,7 +137,7 @@ def _carried(passes: Result, learned: Result) -> list[str]:
     ]
 
 
-def _by_task(contenders: Sequence[Contender]) -> list[str]:
+def _by_task(contenders: Sequence[Contender], which: str) -> list[str]:
     """Tokens/s over plain decoding's by task, with intervals."""
     tasks: list[str] = []
     rows = []
@@ -150,8 +152,8 @@ def _by_task(contenders: Sequence[Contender]) -> list[str]:
     titles = ["target", "method", "mean acceptance length", "prompts of a task", "all"]
     titles += [task.replace("_", " ") for task in tasks]
     return [
-        "Tokens per second over plain decoding's on Spec-Bench, one prompt at a time; in brackets the middle 95 % over "
-        "resampled prompts (bootstrap):",
+        f"Tokens per second over plain decoding's on Spec-Bench, {which}, one prompt at a time; in brackets the middle "
+        "95 % over resampled prompts (bootstrap):",
         "",
         *table([*titles, "result"], rows, left=2),
     ]
