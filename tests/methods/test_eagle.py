@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from anabranch.model.inputs import Inputs
 from anabranch.model.weights import build_decoder
 from anabranch.sampling import SamplingParams
 from anabranch.tree import DraftTree
-from small import CASES, LLAMA, SAMPLINGS, decode, plain, prompt, randomise, request, same_tree, small
+from small import CASES, LLAMA, SAMPLINGS, decode, drawn_lora, plain, prompt, randomise, request, same_tree, small
 from toy_distribution import assert_pairs_from, pair_probs
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -257,6 +258,21 @@ def test_a_prompt_that_begins_like_an_earlier_text_is_read_from_where_they_diffe
     said(later[:30], 28, 28)  # the root's position is computed again
     said([*later[:20], *[t % 15 + 3 for t in later[20:26]]], 19, 19)
     said(prompt(24, 5), 0, 0)
+
+
+def test_the_keys_of_a_row_with_a_lora_serve_rows_with_that_lora() -> None:
+    """The layer reads the target's features, which a LoRA changes."""
+    target = copy.deepcopy(small())
+    target.add_lora("a", drawn_lora(target.config))
+    drafter = make_drafter("eagle", target, head(target))
+    assert isinstance(drafter, EagleDrafter)
+    asked = replace(request(24, 1, 12), lora="a")
+    (found,), _ = decode(target, [asked], drafter)
+    text = [*asked.prompt_ids, *found]
+    assert drafter.reader.known(text, "a")[0] > 20
+    assert drafter.reader.known(text) == (0, 0)
+    decode(target, [replace(asked, lora=None)], drafter)
+    assert drafter.reader.known(text)[0] > 20
 
 
 # -- settings, shapes, bad input -------------------------------------------------------------------------------------

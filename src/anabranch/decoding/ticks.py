@@ -392,7 +392,7 @@ class Ticks:
             return 0
         prompt, family = list(request.prompt_ids), self._family(ticket)
         drafter.recall(prompt, self.prefixes, family)
-        most = min(len(prompt) - 1, drafter.needs.recalled(prompt))
+        most = min(len(prompt) - 1, drafter.needs.recalled(prompt, family.lora))
         if self.target.rider is not None:  # what was emitted has rows of the target's own, which no kept text has
             most = min(most, len(prompt) - 1 - request.emitted)
         if not most:

@@ -91,8 +91,8 @@ class Needs:
     layers     the main rows' states before these layers, in ``PassResult.taps``
     prompt     whether those of the whole prompt are needed too, through ``Drafter.read``; that is not called for the
                beginning of a prompt whose keys and values are known from an earlier text, as far as ``recalls`` says
-    recalls    counts the first tokens of a new row's prompt that need not be read again; None: all, or none where
-               prompts are needed
+    recalls    counts the first tokens of a new row's prompt that need not be read again, given the row's LoRA; None:
+               all, or none where prompts are needed
     rider      adds rows to the passes
     probes     maximum number of nodes of a row's probe (``ProbingDrafter``), not counting the root
     positions  cache positions beyond a row's committed tokens that a step takes even if tree and probe take fewer
@@ -100,7 +100,7 @@ class Needs:
 
     layers: tuple[int, ...] = ()
     prompt: bool = False
-    recalls: Callable[[Sequence[int]], int] | None = None
+    recalls: Callable[[Sequence[int], str | None], int] | None = None
     rider: Rider | None = None
     probes: int = 0
     positions: int = 0
@@ -112,16 +112,16 @@ class Needs:
         return Needs(
             layers=tuple(sorted({layer for needs in each for layer in needs.layers})),
             prompt=any(needs.prompt for needs in each),
-            recalls=lambda tokens: min(needs.recalled(tokens) for needs in each),
+            recalls=lambda tokens, lora: min(needs.recalled(tokens, lora) for needs in each),
             rider=next((needs.rider for needs in each if needs.rider is not None), None),
             probes=sum(needs.probes for needs in each),
             positions=max((drafter.margin for drafter in drafters), default=0),
         )
 
-    def recalled(self, tokens: Sequence[int]) -> int:
+    def recalled(self, tokens: Sequence[int], lora: str | None = None) -> int:
         """Count the tokens at the beginning of a new row's prompt that the drafter need not read again."""
         if self.recalls is not None:
-            return self.recalls(tokens)
+            return self.recalls(tokens, lora)
         return 0 if self.prompt else len(tokens)
 
 

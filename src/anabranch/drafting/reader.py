@@ -100,17 +100,22 @@ class Place:
     held: list[int] = field(default_factory=list)
 
 
+_Text = tuple[str | None, Sequence[int]]  # the LoRA of its row, and its tokens
+
+
 class Reader(ABC):
     """A model and its KV cache. Rows get a slot when they are first read for.
 
     longest    the longest text that the model reads
     place      what is kept for a row
     skipped    tokens at the beginning of a text that take no position in the cache
+    of_target  whether keys and values depend on the target's states, and so on the LoRA of a row
     passes     over continuations, for tests
     """
 
     place: ClassVar[type[Place]] = Place
     skipped = 0
+    of_target = True
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -118,7 +123,7 @@ class Reader(ABC):
         self.passes = 0
         self._rows: list[Row] = []  # by slot
         self._places: dict[Row, Any] = {}
-        self._left: dict[int, list[int]] = {}  # by free slot, the text whose keys and values still lie there
+        self._left: dict[int, _Text] = {}  # by free slot, the text whose keys and values still lie there
         self._open = False  # whether the last pass is neither committed nor dropped
 
     @property
@@ -159,7 +164,7 @@ class Reader(ABC):
         if place is None or self.cache is None:
             return
         last, moved = self.cache.count - 1, self._rows[-1]
-        self._left[last] = row.tokens[: self.cache.lengths[place.slot] + self.skipped]
+        self._left[last] = row.lora, row.tokens[: self.cache.lengths[place.slot] + self.skipped]
         self.cache.remove_row(place.slot)
         self._rows[place.slot] = moved
         self._rows.pop()
@@ -202,24 +207,30 @@ class Reader(ABC):
     def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:
         """Take in the kept keys and values of the beginning of a text, as if a row with it had just left."""
         text, own = tokens[self.skipped : -1], self._family(tokens, family)
-        if own is None or kept.find(own, text) < max(SHORTEST, self.known(tokens)[0] + 1):
+        if own is None or kept.find(own, text) < max(SHORTEST, self.known(tokens, family.lora)[0] + 1):
             return
         self.settle()
         self._reserve(len(tokens) + TOGETHER, rows=len(self._rows) + 1)
         assert self.cache is not None
         slot = self.cache.count
-        self._left[slot] = list(tokens[: kept.copy(own, text, self.cache, slot) + self.skipped])
+        self._left[slot] = family.lora, list(tokens[: kept.copy(own, text, self.cache, slot) + self.skipped])
 
-    def known(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def known(self, tokens: Sequence[int], lora: str | None = None) -> tuple[int, int]:
         """The most positions at the beginning of a text, before its root, that the cache holds; and their slot.
+
+        lora  that of the text's row
 
         0 positions where it holds too few to be worth a copy.
         """
         if self.cache is None:
             return 0, 0
-        held = {place.slot: (row.tokens, self.cache.lengths[place.slot]) for row, place in self._places.items()}
-        texts = self._left | {slot: text[: length + self.skipped] for slot, (text, length) in held.items()}
-        shared = {slot: shared_length(text, tokens[:-1]) - self.skipped for slot, text in texts.items()}
+        lengths = {row: self.cache.lengths[place.slot] + self.skipped for row, place in self._places.items()}
+        held = {self._places[row].slot: (row.lora, row.tokens[:length]) for row, length in lengths.items()}
+        shared = {
+            slot: shared_length(text, tokens[:-1]) - self.skipped
+            for slot, (own, text) in (self._left | held).items()
+            if own == lora or not self.of_target
+        }
         source = max(shared, key=shared.__getitem__, default=0)
         return (shared[source], source) if shared.get(source, 0) >= SHORTEST else (0, 0)
 
@@ -229,7 +240,7 @@ class Reader(ABC):
             return self._places[row]
         self._reserve(len(row.tokens) + TOGETHER, rows=len(self._rows) + 1)
         assert self.cache is not None
-        slot, (count, source) = self.cache.count, self.known(row.tokens)
+        slot, (count, source) = self.cache.count, self.known(row.tokens, row.lora)
         self.cache.add_row(len(row.tokens), self._memory(row))
         if count:
             self.cache.fork(source, slot, count)
@@ -247,7 +258,7 @@ class Reader(ABC):
             return
         capacity = max(capacity, LEAST, 1 << (positions - 1).bit_length()) if positions > capacity else capacity
         count = max(count, 1 << (rows - 1).bit_length())
-        kept = {slot: len(text) - self.skipped for slot, text in self._left.items()}
+        kept = {slot: len(text) - self.skipped for slot, (_, text) in self._left.items()}
         self.cache = self._new_cache(count, capacity) if cache is None else cache.resized(count, capacity, kept=kept)
 
     # -- continuations ----------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ __all__ = ["DraftModelDrafter", "DraftModelSettings", "DraftReader"]
 class DraftReader(Reader):
     """A draft model and its KV cache; it answers with the logits [n, V] over its own vocabulary."""
 
+    of_target = False
+
     def __init__(self, model: Decoder) -> None:
         super().__init__(model.config.max_positions)
         self.model = model
@@ -71,9 +73,9 @@ class DraftReader(Reader):
         identity = identity_of(self.model)  # the model reads tokens alone, whatever LoRA the target has
         return None if identity is None or self._varies(tokens) else Family(None, 0, identity)
 
-    def known(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def known(self, tokens: Sequence[int], lora: str | None = None) -> tuple[int, int]:
         """See ``Reader``; none where keys and values are not those of the tokens alone."""
-        return (0, 0) if self._varies(tokens) else super().known(tokens)
+        return (0, 0) if self._varies(tokens) else super().known(tokens, lora)
 
     def _known(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids [n]; 0 stands for those that the draft model's vocabulary lacks."""

@@ -98,7 +98,7 @@ class EagleDrafter(AutoregressiveDrafter[FeatureReader]):
         settings = settings or EagleSettings()
         super().__init__(target, FeatureReader(self.layer), settings, settings.depth)
         self.module, self.static = module, settings.tree == "static"
-        self.needs = Needs(module.config.layers, prompt=True, recalls=lambda tokens: self.reader.known(tokens)[0])
+        self.needs = Needs(module.config.layers, prompt=True, recalls=lambda *text: self.reader.known(*text)[0])
 
     def depth_of(self, budget: int) -> int:
         """At most ``tokens``, and less in small trees: a level takes a pass of the head."""

@@ -87,7 +87,7 @@ class PrefixDrafter(HeadDrafter):
         module, target = tree.module, tree.target
         self._layer = module.shared(target, PrefixLayer, lambda: PrefixLayer(target, module))
         self._call = Call("partial", 1, target.config.num_layers, read_bytes([self._layer.layer]))
-        self.needs = Needs(prompt=True, recalls=lambda tokens: shared_length(self._layer.recalled[0], tokens[:-1]))
+        self.needs = Needs(prompt=True, recalls=lambda tokens, _: shared_length(self._layer.recalled[0], tokens[:-1]))
 
     def recall(self, tokens: Sequence[int], kept: Kept, family: Family) -> None:
         """Take in the kept keys and values of the layer."""
@@ -108,7 +108,7 @@ class PrefixDrafter(HeadDrafter):
     def join(self, row: Row) -> None:
         """A row begins with what was recalled of its prompt."""
         super().join(row)
-        count, state = self.needs.recalled(row.tokens), row.state[self]
+        count, state = self.needs.recalled(row.tokens, row.lora), row.state[self]
         if count:
             state.memory = self._layer.recalled[1]
             state.memory.rewind(count)
