@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,7 @@ COMPLETIONS = "/v1/completions"
 KEY = "soak"
 HEADERS, JSON = {"x-api-key": KEY}, {"content-type": "application/json"}
 MAX_BODY = 100_000  # bytes
-BODY_SECONDS = 1
+BODY_SECONDS = 3
 PROBES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "the river", "max_tokens": 12, "temperature": 0, "ignore_eos": True},
     "seeded": {"prompt": "the river", "max_tokens": 12, "temperature": 1, "seed": 7, "ignore_eos": True},
@@ -57,7 +58,8 @@ REFUSED: dict[str, tuple[bytes, int]] = {
 }
 ENDLESS = json.dumps({"prompt": "x", "guided_grammar": 'start: again\nagain: "x" again'})  # is built for a second
 # shares of the requests; each is a method of ``Soak``
-KINDS = {"probe": 8, "stream": 8, "chat": 8, "leave": 18, "refused": 8, "wrong_key": 2, "endless": 1, "slow": 1}
+KINDS = {"probe": 8, "stream": 8, "chat": 8, "leave": 18, "refused": 8}
+KINDS |= {"wrong_key": 2, "endless": 1, "slow": 1, "half_head": 1}
 
 
 class Soak:
@@ -135,6 +137,13 @@ class Soak:
             yield b"}"
 
         self.expect("a slow body", 408, client.post(COMPLETIONS, content=parts(), headers=JSON))
+
+    def half_head(self, client: httpx.Client, draws: random.Random) -> None:
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as connection:
+            connection.sendall(b"POST / HTTP/1.1\r\nHost: ")
+            closed = connection.recv(1) == b""
+        self.note("half a head" if closed else "failed: half a head")
 
     def chat(self, client: httpx.Client, draws: random.Random) -> None:
         talk = [{"role": "user", "content": "the " * draws.randint(1, 9)}]
