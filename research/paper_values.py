@@ -263,12 +263,19 @@ def rotation() -> str:
     return f"{_forms('rotation')}; angle {angle:.5f}"
 
 
+TOP_K = (
+    ("streams, chain by rejection", "streams, chain, rejection"),
+    ("streams, tree", "streams"),
+    ("Medusa, tree", "medusa"),
+)
+
+
 def top_k() -> str:
     by_top = _study("sampling")["by_top"]
     few, many = (by_name(by_top[top]) for top in (min(by_top, key=int), max(by_top, key=int)))
     texts = [
         f"{title} {_tokens(few[name])} to {_tokens(many[name])} tokens, {_times(few[name])} to {_times(many[name])}"
-        for title, name in (("streams, chain by rejection", "streams, chain, rejection"), ("Medusa, tree", "medusa"))
+        for title, name in TOP_K
     ]
     return f"k = {min(by_top, key=int)} to {max(by_top, key=int)}: {'; '.join(texts)}"
 
