@@ -129,11 +129,11 @@ differ from those that are not rotated. The run therefore compares stream embedd
 says nothing about rotation. Rotation with 16 layers, which the paper finds above embeddings with 4, was not
 trained."""
 
-FIGURE_12B = """The target is Qwen2.5-Coder-1.5B as stored, on two cores with AMX. Streams draft chains that are verified
-by rejection, the paper's rule, and trees of 8 nodes that are verified by matching, as Medusa's are. Both are ahead of
-Medusa by length and by speed for every k, as in the paper. That speeds fall as k grows is not shown: six prompts are too
-few. The adapters are not equals, since Medusa saw 0.13 million tokens of completions twice, and the streams, which are our
-own form, 1.7 million in four trainings."""
+FIGURE_12B = """The target is Qwen2.5-Coder-1.5B as stored, on two cores with AMX. Streams draft chains that are
+verified by rejection, the paper's rule, and trees of 8 nodes that are verified by matching, as Medusa's are. Both are
+ahead of Medusa by length and by speed for every k, as in the paper. That speeds fall as k grows is not shown: six
+prompts are too few. The adapters are not equals, since Medusa saw 0.13 million tokens of completions twice, and the
+streams, which are our own form, 1.7 million in four trainings."""
 
 FIGURE_13 = """Lengths rise from the chain to the tree, as in the paper, and fall with pruning. A tree of 37 nodes
 costs 4.2 plain steps on two cores, so it loses what it accepts; cut to 16 nodes it costs 3.7 and has 0.75 of plain
@@ -164,16 +164,17 @@ has the name *lead* there."""
 
 LEVIATHAN_2 = """With two models of one family, alpha is near T5-XXL's by T5-small, but the draft costs 0.39 of a pass
 where theirs costs 0.02. On two cores with AMX the best gamma is 2, as theorem 3.8 predicts for greedy decoding; the
-predicted 1.29 times are 1.14, since a step takes 1.73 plain ones and not 1.78, and yields 2.17 tokens and not 2.30. At
-temperature 1 no gamma is faster than plain decoding. On small T5s of our own, with AVX2, c is 0.20 and a step of gamma 3
-takes 2.6 plain ones, so the predicted 1.76 times are 0.96. T5-XXL's rows are [predicted](theory.md#closed-forms) from the paper's alpha, gamma and c."""
+predicted 1.29 times are 1.14, since a step takes 1.73 plain ones and not 1.78, and yields 2.17 tokens and not 2.30.
+At temperature 1 no gamma is faster than plain decoding. On small T5s of our own, with AVX2, c is 0.20 and a step of
+gamma 3 takes 2.6 plain ones, so the predicted 1.76 times are 0.96. T5-XXL's rows are
+[predicted](theory.md#closed-forms) from the paper's alpha, gamma and c."""
 
 STAGED_1 = """On two cores with AMX, a chain of 4 tokens by the draft model decodes code at 1.20 times plain decoding
 (median) and the tree of 8 nodes at 1.13; with a Katz trigram below the draft model it is 1.12, and with prompt lookup
 1.17. With top-k 50, only the chain is as fast as plain decoding. On two cores with AVX2 all of them were slower. The
-draft has a third of the target's parameters, where theirs has a nineteenth, so its passes take most of a step: there the
-n-gram stage saves what the draft costs, and here it saves too few of the draft's passes to be seen. It was counted on 0.31
-million tokens that the draft model wrote, a four-hundredth of the paper's."""
+draft has a third of the target's parameters, where theirs has a nineteenth, so its passes take most of a step: there
+the n-gram stage saves what the draft costs, and here it saves too few of the draft's passes to be seen. It was
+counted on 0.31 million tokens that the draft model wrote, a four-hundredth of the paper's."""
 
 ITEMS = (
     Item(
@@ -292,7 +293,8 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figure 12b", "top-k sampling", "reproduced"),
-        "[here](#top-k-sampling-at-temperature-1): streams stay ahead of Medusa by length and by speed for every k, as there",
+        "[here](#top-k-sampling-at-temperature-1): streams stay ahead of Medusa by length and by speed for every k, as "
+        "there",
         ours=values.top_k,
         note=FIGURE_12B,
         v1="figure 9b",
@@ -369,7 +371,8 @@ ITEMS = (
     Item(
         *(LEVIATHAN, "table 2", "T5-XXL: alpha, gamma, speedup", "differs"),
         "alpha and, for greedy decoding, the best gamma are as predicted; the "
-        "[draft](#acceptance-rates-predicted-and-measured-speedup) is a third of the target, so it gains little or nothing",
+        "[draft](#acceptance-rates-predicted-and-measured-speedup) is a third of the target, so it gains little or "
+        "nothing",
         "alpha 0.53 to 0.82, 1.4x to 3.4x; EnDe by T5-small: T = 0: 0.75, gamma 7, 3.4x; T = 1: 0.62, gamma 7, 2.6x",
         *(values.leviathan_speeds, LEVIATHAN_2),
     ),
