@@ -164,17 +164,17 @@ has the name *lead* there."""
 
 LEVIATHAN_2 = """With two models of one family, alpha is near T5-XXL's by T5-small, but the draft costs 0.39 of a pass
 where theirs costs 0.02. On two cores with AMX the best gamma is 2, as theorem 3.8 predicts for greedy decoding; the
-predicted 1.29 times are 1.14, since a step takes 1.73 plain ones and not 1.78, and yields 2.17 tokens and not 2.30.
-At temperature 1 no gamma is faster than plain decoding. On small T5s of our own, with AVX2, c is 0.20 and a step of
-gamma 3 takes 2.6 plain ones, so the predicted 1.76 times are 0.96. T5-XXL's rows are
-[predicted](theory.md#closed-forms) from the paper's alpha, gamma and c."""
+predicted 1.29 times are 1.14, with 2.17 tokens a pass where 2.30 are predicted. At temperature 1 no gamma is faster
+than plain decoding. On small T5s of our own, with AVX2, c is 0.20 and a step of gamma 3 takes 2.6 plain ones, so the
+predicted 1.76 times are 0.96. T5-XXL's rows are [predicted](theory.md#closed-forms) from the paper's alpha, gamma and
+c."""
 
 STAGED_1 = """On two cores with AMX, a chain of 4 tokens by the draft model decodes code at 1.20 times plain decoding
 (median) and the tree of 8 nodes at 1.13; with a Katz trigram below the draft model it is 1.12, and with prompt lookup
 1.17. With top-k 50, only the chain is as fast as plain decoding. On two cores with AVX2 all of them were slower. The
-draft has a third of the target's parameters, where theirs has a nineteenth, so its passes take most of a step: there
-the n-gram stage saves what the draft costs, and here it saves too few of the draft's passes to be seen. It was
-counted on 0.31 million tokens that the draft model wrote, a four-hundredth of the paper's."""
+draft has a third of the target's parameters, where theirs has a nineteenth. The n-gram model was counted on 0.31
+million tokens that the draft model wrote, a four-hundredth of the paper's, and saves too few of its passes to be
+seen."""
 
 ITEMS = (
     Item(
