@@ -1,6 +1,6 @@
 """Evaluate a server with lm-evaluation-harness, and hold its results against direct calls of the model.
 
-    pip install "lm-eval[api]"    # in an environment of its own
+    pip install "lm-eval[api]" transformers    # in an environment of its own
     python research/serve_lm_eval.py --lm-eval ENVIRONMENT/bin/lm_eval --out benchmarks/lm-eval-DATE.json
 
 Two small tasks on data that is written here, so nothing is downloaded: answers to choose from, by the log
