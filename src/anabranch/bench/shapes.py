@@ -267,12 +267,8 @@ def measure_decoder(
     shape = Shape(model, parameters, dtype, weights, random, machine)
     kinds: dict[str, Drafter] = {"plain": NoDrafter(), **{f"verify {n}": Fixed(n) for n in sorted(set(widths))}}
     kinds |= drafters
-    room = decoder.config.max_positions - _emitted(kinds, rounds)
-    if max(contexts) > room:
-        raise InputError(
-            f"a context of {max(contexts):,} tokens and those that are timed do not fit the model's "
-            f"{decoder.config.max_positions:,} positions; use at most {room:,}"
-        )
+    if max(contexts) >= decoder.config.max_positions:
+        raise _too_long(decoder, max(contexts))
     cells = [(batch, context) for context in contexts for batch in batches]
     for done, (batch, context) in enumerate(cells):
         report(f"batch {batch}, context {context:,}", done, len(cells))
@@ -298,15 +294,18 @@ def _trained_drafters(decoder: Decoder, nodes: int) -> dict[str, Drafter]:
     return drafters
 
 
-def _emitted(kinds: Mapping[str, Drafter], rounds: int) -> int:
-    """The most tokens that a row emits, and the nodes of its last draft."""
-    deepest = max(drafter.depth_of(drafter.max_nodes) for drafter in kinds.values() if not isinstance(drafter, Fixed))
-    return 2 * (rounds + 1) * len(kinds) * (deepest + 1) + max(drafter.margin for drafter in kinds.values())
+def _too_long(decoder: Decoder, context: int) -> InputError:
+    return InputError(
+        f"a context of {context:,} tokens and those that are timed do not fit the model's "
+        f"{decoder.config.max_positions:,} positions; use a shorter one"
+    )
 
 
 def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int, rounds: int) -> list[Times]:
     """Time all kinds in alternation, so that drift of the machine affects all alike, after one warm-up round."""
-    turns, most = _Alternating(list(kinds.values())), _emitted(kinds, rounds)
+    turns = _Alternating(list(kinds.values()))
+    deepest = max(drafter.depth_of(drafter.max_nodes) for drafter in kinds.values() if not isinstance(drafter, Fixed))
+    most = 2 * (rounds + 1) * len(kinds) * (deepest + 1) + turns.margin  # maximum number of emitted tokens
     engine = Engine(decoder, turns, rows=batch, capacity=context + most)
     tokens = torch.randint(decoder.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     for slot, row in enumerate(tokens.tolist()):
@@ -324,6 +323,8 @@ def _cell(decoder: Decoder, kinds: dict[str, Drafter], batch: int, context: int,
             began = time.perf_counter()
             done = engine.step()
             ms = 1e3 * (time.perf_counter() - began)
+            if not done:  # the rows have ended
+                raise _too_long(decoder, context)
             if counted:
                 milliseconds[kind].append(ms)
                 passes[kind].append(1e3 * done[0].timings.forward)
