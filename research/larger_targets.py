@@ -98,7 +98,8 @@ def _verdict(passes: Result, contenders: Sequence[Contender]) -> list[str]:
         parts, whole = record["step_ms_by_part"], sum(plain["step_ms_by_part"].values())
         drafting = (parts["draft"] + max(0.0, parts["prepare"] - plain["step_ms_by_part"]["prepare"])) / whole
         timed.append(f"`{record['name']}`")
-        faster += timed[-1:] if speed is not None and speed[1] > 1 else []
+        if speed is not None and speed[1] > 1:
+            faster.append(timed[-1])
         text += (
             f" `{record['name']}` has {record['mean_acceptance_length']:.2f} tokens a pass, drafts for "
             f"{drafting:.2f} plain steps, verifies for {parts['forward'] / whole:.2f}, and decodes at {cell(speed)} "
@@ -106,7 +107,7 @@ def _verdict(passes: Result, contenders: Sequence[Contender]) -> list[str]:
         )
     shown = f"Besides streams, the learned methods that were timed on the 1.5B are: {', '.join(timed) or 'none'}. "
     if faster:
-        shown += f"Faster than plain decoding there, with the whole interval: {', '.join(faster)}."
+        shown += f"Those whose whole interval lies above 1 are {', '.join(faster)}."
     else:
         shown += (
             "So it is not shown that a learned method other than streams decodes faster than plain decoding there. "

@@ -80,12 +80,12 @@ def test_a_call_drafts_with_the_adapter_that_it_names(toys: ToyFolders, second: 
 
 def test_a_lora_is_decoded_with_the_adapter_of_its_name(toys: ToyFolders, second: Path, tmp_path: Path) -> None:
     adapter, inside = with_lora(toys, tmp_path / "sql", 5, inside=True)
-    other, beside = with_lora(toys, tmp_path / "notes", 6, inside=False)
+    other, apart = with_lora(toys, tmp_path / "notes", 6, inside=False)
     wanted = {}
-    for name, lora in (("sql", inside), ("notes", beside), ("bare", beside)):
+    for name, lora in (("sql", inside), ("notes", apart), ("bare", apart)):
         with anabranch.load(toys.model, lora=lora, dtype="float32", drafter="none") as merged:
             wanted[name] = merged.generate(PROMPT, **TEXT).token_ids
-    loras, adapters = {"notes": beside, "bare": beside}, {"sql": adapter, "notes": other, "second": second}
+    loras, adapters = {"notes": apart, "bare": apart}, {"sql": adapter, "notes": other, "second": second}
     with anabranch.load(toys.model, loras=loras, adapters=adapters, dtype="float32") as model:
         for options in ({"adapter": "sql"}, {"lora": "sql"}, {"adapter": "notes"}, {"lora": "notes"}):
             found = model.generate(PROMPT, **options, **TEXT)

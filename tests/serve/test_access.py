@@ -149,7 +149,7 @@ def test_connections_that_send_slowly_hold_up_nobody() -> None:
 
 
 def test_connections_without_a_head_are_closed() -> None:
-    """Those that send nothing, or half a head after a request; an idle one stays open for the next request."""
+    """A client that sends nothing, or stops halfway through a later head, is cut off; an idle connection stays open."""
     with running(replace(SETTINGS, body_seconds=0.3)) as server, ExitStack() as stack:
         address = server.url.removeprefix("http://")
         silent, halved, idle = (stack.enter_context(closing(HTTPConnection(address, timeout=300))) for _ in range(3))

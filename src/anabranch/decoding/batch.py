@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from anabranch.drafting.combined import ChoiceDrafter
 from anabranch.drafting.drafter import Drafter, Row
@@ -74,13 +74,13 @@ class Member:
         self.request, self.drafter, self.limit, self.rides = request, drafter, limit, rides
         self.ready, self.encoded = False, request.source is None
         prompt = [int(t) for t in request.prompt_ids]
-        about: Any = {"source": request.source, "lora": request.lora}
-        self.row = Row(prompt, len(prompt), request.sampling.unconstrained, request.rule, **about)
+        sampling = request.sampling.unconstrained
+        self.row = Row(prompt, len(prompt), sampling, request.rule, source=request.source, lora=request.lora)
         self.begin = len(prompt) - request.emitted
         self.expected = Expected(request.prediction) if request.prediction else None
         self.read = 0  # prompt tokens in the cache
         self.finish: FinishReason | None = None
-        sampling, self.constraint = request.sampling.unconstrained, request.sampling.constraint
+        self.constraint = request.sampling.constraint
         self.greedy = (
             sampling.greedy and not sampling.needs_history and not (request.log_probs or request.top_log_probs)
         )

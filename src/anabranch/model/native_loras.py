@@ -45,8 +45,8 @@ class NativeLoras:
         return array("Q", [0 if name is None else self._known[name][1] + skipped for name in sides.names_B])
 
     def _layer(self, terms: LayerTerms) -> structs.Terms:
-        known = terms.keys() & set(self._parts)
-        parts = [_fused(self._config, part, terms[part]) if part in known else None for part in PARTS]
+        own = [part for part in self._parts if part in terms]
+        parts = [_fused(self._config, part, terms[part]) if part in own else None for part in PARTS]
         return self._packed.layer(*parts, gated=self._config.gated_mlp)
 
 

@@ -64,8 +64,7 @@ def _call(service: Service, body: CompletionBody) -> Call:
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise RequestError(400, "echo with logprobs cannot be streamed; leave stream out", param="echo")
-        lora = model if model in service.model.target.decoder.loras.names else None
-        scores = [ScoreJob(ids, lora, body.logprobs) for ids in prompts]
+        scores = [ScoreJob(ids, service.lora_of(model), body.logprobs) for ids in prompts]
     if most:
         whole, priority = not body.stream, body.priority or 0
         jobs = service.jobs(prompts, keywords, model=model, most=most, n=n, whole=whole, priority=priority)

@@ -18,7 +18,10 @@ __all__ = ["Connection"]
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's that is closed ``body_seconds`` after its beginning, or that of a head, without one."""
+    """A connection of uvicorn's, closed where a head takes longer than ``body_seconds``.
+
+    The time runs from the beginning of the connection, and later from the first byte of each head.
+    """
 
     _limit: asyncio.TimerHandle | None = None
 

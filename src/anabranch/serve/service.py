@@ -94,6 +94,10 @@ class Service:
         known = ", ".join((*self.names, *self.others))
         raise RequestError(404, f"there is no model {name!r} here, only {known}", param="model", code="model_not_found")
 
+    def lora_of(self, model: str | None) -> str | None:
+        """The LoRA of a choice; None: it has none."""
+        return model if model in self.model.target.decoder.loras.names else None
+
     def jobs(
         self,
         prompts: Sequence[list[int]],
@@ -121,8 +125,8 @@ class Service:
         if limit is not None and most is not None and most > limit:
             raise RequestError(400, f"the answer is limited to {limit} tokens here, got {most}", param="max_tokens")
         scheduler, jobs = self.model.scheduler, []
-        tuned = model in self.model.target.decoder.loras.names
-        chosen: Keywords = {"lora": model} if tuned else {"adapter": model}
+        lora = self.lora_of(model)
+        chosen: Keywords = {"adapter": model} if lora is None else {"lora": lora}
         for ids in prompts:
             room = self.context - len(ids)
             if room <= 0:
