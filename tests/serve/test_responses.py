@@ -95,6 +95,10 @@ def test_mistakes(server: Server) -> None:
         ({"input": [{"type": "computer_call"}]}, "an item of type 'computer_call'"),
         ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice must name a function"),
         ({"input": "x", "background": True}, "background"),
+        (
+            {"input": "x", "text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}},
+            "text.format and response_format both say",
+        ),
     ):
         response = server.post(RESPONSES, **body)
         assert response.status_code == 400

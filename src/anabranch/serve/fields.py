@@ -19,7 +19,7 @@ from anabranch.serve.foreign import FOREIGN, Foreign
 from anabranch.serve.structure import VLLM, structure_of
 from anabranch.support.jsonfiles import shown
 
-__all__ = ["STRUCTURES", "Body", "Items", "Sampling", "StreamOptions"]
+__all__ = ["FORMATS", "Body", "Items", "Sampling", "StreamOptions"]
 
 T = TypeVar("T")
 # pydantic notes every wrong item otherwise: 2 GiB and 6 seconds for a million of them
@@ -80,7 +80,7 @@ class Body(BaseModel):
             yield from ((f"{field}.{key}", value) for key, value in given.items() if key not in keys)
 
 
-STRUCTURES = (
+FORMATS = (
     "response_format",
     "structured_outputs",
     *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")),
@@ -142,7 +142,7 @@ class Sampling(Body):
             raise RequestError(400, f"drafter must be 'none' or 'auto', got {self.drafter!r}", param="drafter")
         given["drafter"] = self.drafter
         given["prediction"] = self._prediction() if self.drafter != "none" else None  # which drafts nothing
-        given |= structure_of({name: getattr(self, name) for name in STRUCTURES})
+        given |= structure_of({name: getattr(self, name) for name in FORMATS})
         return {name: value for name, value in given.items() if value is not None}  # type: ignore[return-value]
 
     def _prediction(self) -> str | None:

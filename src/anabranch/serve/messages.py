@@ -18,10 +18,9 @@ from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
-from anabranch.serve.fields import STRUCTURES, Items, Sampling
+from anabranch.serve.fields import Items, Sampling
 from anabranch.serve.foreign import FOREIGN, PROMPT, Foreign
 from anabranch.serve.service import Call, Service, ignored
-from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, prompt_of, style
 from anabranch.serve.usage import stop_string, usage
 from anabranch.serve.wire import Json, answered, encoded
@@ -145,14 +144,7 @@ def _call(service: Service, body: MessagesBody, turn: Turn) -> Call:
             400, "stop and stop_sequences both say where the answer ends; give one of them", param="stop_sequences"
         )
     form = body.output_format or (body.output_config or {}).get("format")
-    if form is not None and (other := next((name for name in STRUCTURES if getattr(body, name) is not None), None)):
-        raise RequestError(
-            400,
-            f"output_config.format and {other} both say what the answer must be; give one of them",
-            param="output_config.format",
-        )
-    extra |= {} if form is None else wanted_format(form, "output_config.format")
-    return prepared(service, turn, body, most=body.max_tokens, extra=extra)
+    return prepared(service, turn, body, most=body.max_tokens, form=("output_config.format", form), extra=extra)
 
 
 class _Written:

@@ -12,14 +12,12 @@ from pydantic import Field
 from sse_starlette.event import ServerSentEvent
 from starlette.responses import Response
 
-from anabranch.declared import Keywords
 from anabranch.decoding.generation import Generation
 from anabranch.serve.blocks import Block, Blocks, Change
 from anabranch.serve.conversation import joined_text, template_messages
 from anabranch.serve.failures import FAILURES, STREAMS, RequestError, failure_of, in_form
 from anabranch.serve.fields import Items, Sampling
 from anabranch.serve.service import Call, Service
-from anabranch.serve.structure import wanted_format
 from anabranch.serve.turns import Turn, prepared, style
 from anabranch.serve.usage import speculation, usage
 from anabranch.serve.wire import answered, encoded
@@ -110,9 +108,8 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 def _call(service: Service, body: ResponsesBody, turn: Turn) -> Call:
     if body.n not in (None, 1):
         raise RequestError(400, f"n={body.n} is not supported here; send several requests", param="n")
-    form = (body.text or {}).get("format")
-    extra: Keywords = {} if form is None else wanted_format(form, "text.format")
-    return prepared(service, turn, body, most=body.max_output_tokens, extra=extra)
+    form = ("text.format", (body.text or {}).get("format"))
+    return prepared(service, turn, body, most=body.max_output_tokens, form=form)
 
 
 class _Written:

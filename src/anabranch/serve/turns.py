@@ -11,9 +11,9 @@ from anabranch.model.text import ChatTemplate, template_reads
 from anabranch.prompts import conversation_ids
 from anabranch.serve.conversation import described_tools
 from anabranch.serve.failures import RequestError
-from anabranch.serve.fields import Sampling
+from anabranch.serve.fields import FORMATS, Sampling
 from anabranch.serve.service import Call, Service
-from anabranch.serve.structure import call_grammar, text_grammar
+from anabranch.serve.structure import call_grammar, text_grammar, wanted_format
 from anabranch.serve.toolcalls import Style, ToolReader, style_of
 
 __all__ = ["Turn", "prepared", "prompt_of"]
@@ -91,13 +91,29 @@ def style(service: Service) -> Style | None:
     return style_of(template if isinstance(template, str) else str(template))
 
 
-def prepared(service: Service, turn: Turn, body: Sampling, *, most: int | None, extra: Keywords | None = None) -> Call:
+def prepared(
+    service: Service,
+    turn: Turn,
+    body: Sampling,
+    *,
+    most: int | None,
+    form: tuple[str, Any] = ("", None),
+    extra: Keywords | None = None,
+) -> Call:
     """The call of a conversation with the options of its request, and ``extra`` ones; ``most`` as in ``Service.jobs``.
+
+    form  an interface's own field for the answer's format, and what it says
 
     Raises RequestError, InputError, CapabilityError or OutOfMemoryError.
     """
     unused, model = body.unused(), service.choice(body.model)
     keywords: Keywords = {**body.keywords(service.model.target.generation), **(extra or {})}
+    name, value = form
+    if value is not None:
+        if other := next((each for each in FORMATS if getattr(body, each) is not None), None):
+            said = f"{name} and {other} both say what the answer must be; give one of them"
+            raise RequestError(400, said, param=name)
+        keywords |= wanted_format(value, name)
     ids, n = prompt_of(service, turn), body.n or 1
     if turn.offered and any(name in keywords for name in STRUCTURES):
         raise RequestError(
