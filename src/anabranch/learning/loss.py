@@ -149,7 +149,7 @@ def distillation_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of trained states and a trained head, in chunks, and which predictions are right [M].
 
-    Loss = sum of (1 - soft) * CE(token) + soft * CE(teacher).
+    Loss = sum of (1 - soft) * CE(token) + soft * CE(teacher). Under autocast, products are computed in its type.
 
     teacher  (predictions) -> the distributions that they are to imitate [m, V], computed without gradients
     bias_V   of the head, not trained
@@ -157,16 +157,20 @@ def distillation_loss(
     """
     total = torch.zeros((), device=states_MD.device)
     right = torch.empty(len(tokens_M), dtype=torch.bool, device=states_MD.device)
-    with torch.no_grad(), torch.autocast(states_MD.device.type, enabled=False):
-        states, head = states_MD.float(), head_VD.float()
-        to_states, to_head = torch.empty_like(states), torch.zeros_like(head)
+    device = states_MD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        states, head = states_MD.to(dtype), head_VD.to(dtype)
+        bias = None if bias_V is None else bias_V.to(dtype)
+        to_states, to_head = torch.empty_like(states), torch.zeros_like(head, dtype=torch.float32)
         for first in range(0, len(tokens_M), CHUNK):
             part = slice(first, first + CHUNK)
-            z_mV = states[part] @ head.T if bias_V is None else states[part] @ head.T + bias_V.float()
+            z_mV = F.linear(states[part], head, bias).float()
             loss_m, g_mV, right[part] = _cross_entropy(z_mV, tokens_M[part], soft, teacher(part) if soft else None, cap)
             total += loss_m.sum()
+            g_mV = g_mV.to(dtype)
             to_states[part] = g_mV @ head
-            to_head.addmm_(g_mV.T, states[part])
+            to_head += g_mV.T @ states[part]
     gradients = to_states.to(states_MD.dtype), to_head.to(head_VD.dtype)
     return _differentiable(total, gradients, states_MD, head_VD), right
 

@@ -128,10 +128,11 @@ class HeadObjective(FrozenObjective):
         """The loss of all heads together, scored by the target's head, and which predictions are right [M, K]."""
         inside, (rows_MK, at_MK) = goals.inside_MK, goals.teacher_at
         weights_K = self.options.decay ** torch.arange(self.predictors, device=inside.device)
-        teacher = frozen[rows_MK[inside], at_MK[inside]] if self.options.soft else None
+        taught = (rows_MK * frozen.shape[1] + at_MK)[inside]  # heads at different positions imitate one distribution
         wanted, weights = words.place[goals.wanted_MK[inside]], weights_K.expand_as(inside)[inside]
         soft, cap = self.options.soft, self.target.config.logit_softcap
-        loss, right = vocabulary_loss(words, states_MKD[inside], wanted, weights, teacher, soft, cap)
+        teacher = frozen.flatten(0, 1)
+        loss, right = vocabulary_loss(words, states_MKD[inside], wanted, weights, teacher, soft, cap, taught)
         right_MK = torch.zeros_like(inside)
         right_MK[inside] = right
         return loss, right_MK
