@@ -34,7 +34,9 @@ def texts() -> list[Example]:
     return [Example(tuple(prompt(p, p)), tuple(prompt(a, 30 + a)), "toy", n) for n, (p, a) in enumerate(SIZES)]
 
 
-def trainer(folder: Path, keep: str, *, plan: dict[str, str] | None = None) -> tuple[Trainer, list[int]]:
+def trainer(
+    folder: Path, keep: str, *, plan: dict[str, str] | None = None, states: Path | None = None
+) -> tuple[Trainer, list[int]]:
     """A trainer, and a list that receives the rows of each pass of the frozen target."""
     torch.manual_seed(0)
     adapter, passes = small_adapter(small()).requires_grad_(True), list[int]()
@@ -48,7 +50,8 @@ def trainer(folder: Path, keep: str, *, plan: dict[str, str] | None = None) -> t
     objective.run = counted
     options = replace(OPTIONS, keep_states=keep)  # type: ignore[arg-type]
     examples = texts()
-    return Trainer(small(), adapter, objective, examples[2:], examples[:2], options, folder, plan=plan), passes
+    parts = small(), adapter, objective, examples[2:], examples[:2], options, folder
+    return Trainer(*parts, plan=plan, states=states), passes
 
 
 def losses(run: Trainer, stop: int = 10**6) -> list[float]:
@@ -78,6 +81,20 @@ def test_a_training_is_the_same_with_kept_states(tmp_path: Path, form: str, near
     assert sum(passes) == len(SIZES), "each example is computed once"
     run.evaluate()
     assert not (tmp_path / "kept" / "states").exists(), "a finished run needs no states"
+
+
+def test_trainings_on_the_same_examples_share_states(tmp_path: Path) -> None:
+    first, passes = trainer(tmp_path / "a", "exact", states=tmp_path / "states")
+    wanted = losses(first)
+    second, more = trainer(tmp_path / "b", "exact", states=tmp_path / "states")
+    assert losses(second) == wanted
+    assert (sum(passes), more) == (len(SIZES), [])
+    other, others = trainer(tmp_path / "c", "exact", plan={"target": "another"}, states=tmp_path / "states")
+    losses(other)
+    assert sum(others) == len(SIZES)
+    assert len(list((tmp_path / "states").iterdir())) == 2
+    with pytest.raises(InputError, match="use --keep-states exact, or int8"):
+        trainer(tmp_path / "d", "none", states=tmp_path / "states")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -119,6 +119,14 @@ class MethodTrainConfig(TrainConfig):
             autocompletion=completion.starts,
         ),
     ] = None
+    states: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="keep the target's states in this folder, where other trainings on the same completions find them, "
+            "and leave them there",
+        ),
+    ] = None
     figure: options.Figure = None
 
 
@@ -247,7 +255,8 @@ def _train_method(command: str, config: MethodTrainConfig, given: dict[str, Any]
         start = start_folder(config.init, recipe, method, run.target)
         run.shown.say("starts from fresh weights" if start is None else f"starts from the adapter {start.name}")
         init = config.init if start is None else start
-        record = train_adapter(run.target, method, recipe, run.examples, config.out, init=init, **run.common)
+        common: RunOptions = {**run.common, "states": config.states}
+        record = train_adapter(run.target, method, recipe, run.examples, config.out, init=init, **common)
         if not run.first:
             return
         target, shown = stored_target(run.target), run.shown
@@ -309,7 +318,7 @@ def _check(config: TrainConfig) -> None:
     """Check input and output files, before a model is loaded. Raises InputError or FileError."""
     from anabranch.cli.train_data import check_data_options
     from anabranch.errors import InputError
-    from anabranch.support.files import check_output
+    from anabranch.support.files import check_folder, check_output
     from anabranch.train.job import check_folder_is_free
     from anabranch.train.logs import check_logs
     from anabranch.train.processes import launched
@@ -319,6 +328,8 @@ def _check(config: TrainConfig) -> None:
     if isinstance(config, MethodTrainConfig) and config.figure is not None:
         check_figure(config.figure)
         check_output(config.figure, force=config.force, what="the figure", option="--figure")
+    if isinstance(config, MethodTrainConfig) and config.states is not None:
+        check_folder(config.states, "the target's states", "folder (--states)")
     processes = launched()
     if processes.first:
         check_folder_is_free(config.out, force=config.force)

@@ -58,6 +58,7 @@ class RunOptions(TypedDict, total=False):
     facts       more to say about the data in the record
     logs        kinds of logs besides log.jsonl: csv, tensorboard
     processes   those that share the training. Only the first one reports and writes
+    states      a folder for the target's states, if they are kept, which trainings on the same examples share
     shard_target  keep a part of the target's layers in each process only
     say         receives a line with the size of the file that keeps the target's states
 
@@ -74,6 +75,7 @@ class RunOptions(TypedDict, total=False):
     facts: Mapping[str, Any] | None
     logs: Sequence[str]
     processes: Processes | None
+    states: Path | None
     shard_target: bool
     say: Callable[[str], None]
 
@@ -137,6 +139,7 @@ def fit(
         plan=plan,
         logs=logs,
         processes=processes,
+        states=options.get("states"),
         say=options.get("say", LOGGER.info),
     )
     if processes.first:

@@ -5,9 +5,10 @@ run finds them:
 
     RUN/states      magic and key | a mark for each example | the rows of each example, aligned
 
-The key is a digest of the target, of how its states are computed and stored, and of all examples, and the file has its
-full size from the beginning. The mark of an example is a checksum of its rows, written after them: rows that were
-written by half, or damaged, are computed again. On a GPU the states stay in its memory, as they are.
+or FOLDER/states-KEY, which trainings on the same examples share. The key is a digest of the target, of how its states
+are computed and stored, and of all examples, and the file has its full size from the beginning. The mark of an example
+is a checksum of its rows, written after them: rows that were written by half, or damaged, are computed again. On a GPU
+the states stay in its memory, as they are.
 
     exact   in the type that they were computed in
     int8    8 bits a value, and a float32 scale for every 64 values of a row (docs/training.md has what that costs)
@@ -209,6 +210,7 @@ class _InFile:
 class KeptStates:
     """Keeps the states of the examples of a run in ``folder``.
 
+    shared    other runs use the folder too, so that the file stays when the run ends
     identity  what the states depend on besides the examples: the target, and how its pass is computed
     say       receives a line with the size of a file before it is written
     """
@@ -221,10 +223,11 @@ class KeptStates:
         *,
         identity: str,
         form: Form,
+        shared: bool = False,
         say: Callable[[str], None] = LOGGER.info,
     ) -> None:
         self._path, self._target, self._examples, self._form = folder / NAME, target, examples, form
-        self._identity, self._say = identity, say
+        self._identity, self._shared, self._say = identity, shared, say
         self._numbers = {_name(example): n for n, example in enumerate(examples)}
         self._store: _Store | None = None
         self._layout: _Layout | None = None
@@ -275,6 +278,8 @@ class KeptStates:
             if self._target.device.type == "cpu":
                 what = (VERSION, self._identity, self._form, tuple(taps), keys_from, layout, digest(self._examples))
                 key = hashlib.sha256(repr(what).encode()).hexdigest()
+                if self._shared:
+                    self._path = self._path.with_name(f"{NAME}-{key[:16]}")
                 self._store = _InFile(self._path, key, layout, self._examples, self._form, self._say)
             else:
                 self._store = _InMemory()
@@ -282,10 +287,11 @@ class KeptStates:
         return self._store, layout
 
     def remove(self) -> None:
-        """Delete the file, and keep no more states; those that are in use stay valid."""
+        """Keep no more states, and delete the file unless it is shared; those that are in use stay valid."""
         self._store, self._numbers = None, {}
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        if not self._shared:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
 
 
 def _name(example: Example) -> bytes:

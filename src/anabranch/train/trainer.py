@@ -73,6 +73,7 @@ class Trainer:
     objective  the training objective of the module
     logs       kinds of logs besides log.jsonl: csv, tensorboard
     processes  those that share the training; the first one evaluates and writes, and all end with the same weights
+    states     a folder for the file of kept states, which other trainings on the same examples share; None: ``folder``
     say        receives a line with the size of the file of kept states
     plan       settings that determine examples, vocabulary and module, for messages about a different run in ``folder``
     """
@@ -90,6 +91,7 @@ class Trainer:
         plan: Mapping[str, Any] | None = None,
         logs: Sequence[str] = (),
         processes: Processes | None = None,
+        states: Path | None = None,
         say: Callable[[str], None] = LOGGER.info,
     ) -> None:
         if not examples:
@@ -106,12 +108,15 @@ class Trainer:
         groups = list(batches(examples, options.batch_tokens, seed=options.seed))
         if not any(map(objective.predictions, groups)):
             raise InputError(f"none of the {len(examples):,} examples has a token to predict; give longer completions")
+        if states is not None and options.keep_states == "none":
+            raise InputError("a folder of kept states needs a form to keep them in; use --keep-states exact, or int8")
         self.states: KeptStates | None = None
         # the processes that share the layers of a target have to compute the same passes
         if options.keep_states != "none" and not self.processes.sharded:
             identity = json.dumps([self.plan.get(name) for name in _COMPUTED])
             whole = [*examples, *held_out]
-            self.states = KeptStates(folder, target, whole, identity=identity, form=options.keep_states, say=say)
+            place, shared, form = states or folder, states is not None, options.keep_states
+            self.states = KeptStates(place, target, whole, identity=identity, form=form, shared=shared, say=say)
             objective.keep(self.states.keeping)
         self.per_epoch = len(groups)
         self.steps = max(1, math.ceil(self.per_epoch * options.epochs))
