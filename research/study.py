@@ -3,7 +3,9 @@
     python research/study.py --list
     python research/study.py cosine --data DIR --out benchmarks/study-cosine-MACHINE-DATE.json
 
-Studies use the adapter that ships for the target, or those given with --adapter. Those of speed need a quiet machine.
+A study of several parts writes each when it is measured, into OUT.parts, so that the same command continues a stopped
+run. Studies use the adapter that ships for the target, or those given with --adapter. Those of speed need a quiet
+machine.
 ``python research/reproduction_page.py`` turns the newest result of each into docs/reproduction.md.
 """
 
@@ -13,13 +15,17 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from anabranch.bench.report import environment
 from anabranch.bench.shapes import ROUNDS
 from anabranch.errors import AnabranchError, InputError
 from anabranch.support.files import check_output, check_writable, shown_command, write_atomically
+from anabranch.support.jsonfiles import read_json
 from anabranch.support.processor import set_threads
 from benchmark_tables import table
 from studies import STUDIES
@@ -62,8 +68,41 @@ def adapters(words: list[str]) -> dict[str, Path]:
     return found
 
 
+class Kept:
+    """The parts of a study that were measured, in a file that is deleted when the result is written.
+
+    settings  what they depend on; parts that were measured with others are refused
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, force: bool) -> None:
+        self.path, self.settings = path, json.loads(json.dumps(settings))
+        self.parts: dict[str, Any] = {}
+        self.environment = environment(torch.device("cpu"))
+        self._began, self._before = time.perf_counter(), 0.0
+        if path.is_file() and not force:
+            found = read_json(path, "start over with --force")
+            if found.get("settings") != self.settings:
+                raise InputError(f"{path} has parts of a study with other settings; repeat these, or give --force")
+            self.parts, self._before = found["parts"], found["seconds"]
+            commits = dict.fromkeys([found["commit"], self.environment["commit"]])
+            self.environment["commit"] = " then ".join(commits)
+
+    @property
+    def seconds(self) -> float:
+        """The time of all runs."""
+        return round(self._before + time.perf_counter() - self._began, 1)
+
+    def part(self, name: str, measure: Callable[[], Any]) -> Any:
+        """As ``Setup.part``."""
+        if name not in self.parts:
+            self.parts[name] = json.loads(json.dumps(measure()))
+            said = {"settings": self.settings, "seconds": self.seconds, "commit": self.environment["commit"]}
+            write_atomically(self.path, json.dumps({**said, "parts": self.parts}) + "\n")
+        return self.parts[name]
+
+
 def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and return the result as it is stored."""
+    """Measure, write the result, and return it."""
     assert study.measure is not None
     sizes = {
         "limit": study.limit if args.limit is None else args.limit,
@@ -75,6 +114,9 @@ def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
         if value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}")
     suite = args.suite or study.suite or "own"
+    asked = {"study": study.name, "model": Path(args.model).name, "dtype": args.dtype, "suite": Path(suite).name}
+    asked |= {"draft": Path(args.draft).name, "table": Path(args.table).name, "adapters": args.adapter, **sizes}
+    kept = Kept(args.out.with_name(f"{args.out.name}.parts"), asked, force=args.force)
     setup = Setup(
         args.model,
         args.dtype,
@@ -85,22 +127,23 @@ def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
         draft=args.draft,
         table=args.table,
         report=say,
+        part=kept.part,
     )
     set_threads(None)
-    began = time.perf_counter()
     measured = study.measure(setup)
-    import torch
-
-    return {
+    result = {
         "study": study.name,
         "command": shown_command("python", *sys.argv),
         "model": Path(args.model).name,
         "suite": Path(suite).name,
         "limit": sizes["limit"],
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": kept.seconds,
         **measured,
-        "environment": environment(torch.device("cpu")),
+        "environment": kept.environment,
     }
+    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
+    kept.path.unlink(missing_ok=True)
+    return result
 
 
 def say(what: str) -> None:
@@ -122,7 +165,6 @@ def main() -> None:
         result = run(study, args)
     except AnabranchError as error:
         raise SystemExit(f"study.py: {error}") from error
-    write_atomically(args.out, json.dumps(result, indent=1) + "\n")
     print(f"{study.papers}: {study.ours(result)}\n")
     print("\n".join(table(*study.table(result))))
 

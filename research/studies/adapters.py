@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anabranch
@@ -13,11 +15,21 @@ from anabranch.errors import InputError
 from anabranch.support.table import percent, signed_percent
 from anabranch.tasks import TASKS
 from studies.base import Chart, Line, Result, Setup, Study, Table
-from task_scores import answers, compared, scores_of
+from task_scores import Columns, answers, compared, scores_of
 
 __all__ = ["LAYERS", "ROTATION", "measure"]
 
 DRAFTER = "streams:nodes=8"
+
+
+def _decoded(setup: Setup, application: Application, folder: Path) -> tuple[Columns, float]:
+    """Scores of the answers with an adapter, by column and row, and the mean acceptance length."""
+    tuned = folder / "model"  # shared mode writes its target there
+    name = tuned if tuned.is_dir() else setup.model
+    with anabranch.load(name, adapter=folder, dtype=setup.dtype or "auto") as model:
+        found = answers(model, application, setup.new, drafter=DRAFTER)
+    tokens, steps = (sum(getattr(each.stats, name) for each in found) for name in ("tokens", "steps"))
+    return scores_of(application, [each.text for each in found]), round(tokens / steps, 4)
 
 
 def measure(setup: Setup) -> dict[str, Any]:
@@ -32,13 +44,8 @@ def measure(setup: Setup) -> dict[str, Any]:
     records, first = [], {}
     for label, folder in setup.adapters.items():
         setup.report(f"decoding with {label}")
-        tuned = folder / "model"  # shared mode writes its target there
-        name = tuned if tuned.is_dir() else setup.model
-        with anabranch.load(name, adapter=folder, dtype=setup.dtype or "auto") as model:
-            found = answers(model, application, setup.new, drafter=DRAFTER)
-        scores = scores_of(application, [each.text for each in found])
+        scores, length = setup.part(label, partial(_decoded, setup, application, folder))
         first = first or scores
-        tokens, steps = (sum(getattr(each.stats, name) for each in found) for name in ("tokens", "steps"))
         record = read_record(folder)
         training, config = record["training"], record["config"]
         records.append(
@@ -47,7 +54,7 @@ def measure(setup: Setup) -> dict[str, Any]:
                 **{key: config[key] for key in ("num_stream_layers", "position", "rotation_step")},
                 "parameters": record["parameters"],
                 **{key: training.get(key) for key in ("examples", "steps", "command")},
-                "mean_acceptance_length": round(tokens / steps, 4),
+                "mean_acceptance_length": length,
                 **compared(scores, first),
             }
         )

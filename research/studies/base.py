@@ -47,6 +47,8 @@ class Setup:
     draft     a smaller model, in a study of several
     table     a folder of n-gram counts, likewise
     report    is told what is being done
+    part      (name, measure) -> what ``measure`` returns, as JSON values; a stopped study continues with the first
+              part that it had not measured
     """
 
     model: str = "default"
@@ -61,6 +63,7 @@ class Setup:
     draft: str = ""
     table: str = ""
     report: Callable[[str], None] = lambda what: None
+    part: Callable[[str, Callable[[], Any]], Any] = lambda name, measure: measure()
 
     def load(self, *, quantize: str = "auto", pack: bool = True, dtype: str = "auto") -> Loaded:
         """The target, with at most one adapter per method. ``dtype`` is the study's, if the setup has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from anabranch.methods import parse_spec
@@ -22,9 +23,8 @@ def _measure(setup: Setup) -> dict[str, Any]:
     specs = {name: parse_spec(spec) for name, spec in SPECS.items()}
     for rows in [rows for rows in ROWS if rows <= len(prompts)]:
         setup.report(f"{rows} rows")
-        records += several_rows(
-            loaded, specs, prompts, rows=rows, max_new_tokens=setup.new, repeats=2, report=setup.report
-        )
+        settings: dict[str, Any] = {"rows": rows, "max_new_tokens": setup.new, "repeats": 2, "report": setup.report}
+        records += setup.part(f"{rows} rows", partial(several_rows, loaded, specs, prompts, **settings))
     return {"records": [{key: r[key] for key in KEPT if key in r} for r in records], **facts(setup, loaded)}
 
 

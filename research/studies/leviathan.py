@@ -117,9 +117,10 @@ def _measure(setup: Setup) -> dict[str, Any]:
         raise InputError("the study needs a smaller model and a table of n-grams: --draft MODEL --table FOLDER")
     loaded = setup.load()
     target, draft = loaded.target.decoder, load_draft(setup.draft, loaded.target.decoder)
-    times = pass_ms({"target": target, "draft": draft}, context=256)
+    times = setup.part("passes", partial(pass_ms, {"target": target, "draft": draft}, context=256))
     by_temperature = {}
-    for temperature, sampling in MODES.items():
+
+    def of(temperature: str, sampling: Keywords) -> dict[str, Any]:
         drafts: dict[str, Probs] = {DRAFT: partial(text_probs, draft, temperature=float(temperature))}
         drafts[LOOKUP] = partial(_looked_up, target.config)
         for name, order in ORDERS.items():
@@ -133,7 +134,10 @@ def _measure(setup: Setup) -> dict[str, Any]:
         specs |= {f"{LOOKUP}, {n}": f"prompt_lookup:tokens={n},ngram={LONGEST}" for n in GAMMAS[:3]}
         records = alone(setup, loaded, specs, sampling=sampling, rejection=rejected)
         positions = sum(len(example.answer_ids) for example in texts)
-        by_temperature[temperature] = {"alpha": alphas, "positions": positions, "records": records}
+        return {"alpha": alphas, "positions": positions, "records": records}
+
+    for temperature, sampling in MODES.items():
+        by_temperature[temperature] = setup.part(f"temperature {temperature}", partial(of, temperature, sampling))
     return {
         "draft": setup.shown_draft,
         "pass_ms": times,

@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def _measure(setup: Setup) -> dict[str, Any]:
     found = {}
     for name, (begin, options) in STARTS.items():
         setup.report(f"{name}: {setup.steps} steps")
-        found[name] = _train(target, begin, options, training, held_out, setup.steps)
+        train = partial(_train, target, begin, options, training, held_out, setup.steps)
+        found[name] = setup.part(name, train)
     tokens = sum(len(example.answer_ids) for example in training)
     return {"tokens": tokens, "steps": setup.steps, "starts": found}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -215,9 +216,11 @@ def _measure(setup: Setup) -> dict[str, Any]:
     cases: list[tuple[Mask, int]] = [("leak-free", gamma) for gamma in GAMMAS]
     cases += [("literal", gamma) for gamma in GAMMAS[1:]]
     for mask, gamma in cases:
-        setup.report(f"{mask}, gamma {gamma}")
+        name = f"{mask}, gamma {gamma}"
+        setup.report(name)
         with torch.autocast("cpu", enabled=decoder.dtype != torch.float32):  # terms are float32
-            record = _case(target, decoder, training, held_out, mask, gamma, setup.steps)
+            case = partial(_case, target, decoder, training, held_out, mask, gamma, setup.steps)
+            record = dict(setup.part(name, case))
         if scores := record.pop("scores", None):
             first = first or scores
             record |= compared(scores, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from studies.base import Chart, Line, Result, Setup, Study, Table, spread
@@ -18,7 +19,7 @@ def _measure(setup: Setup) -> dict[str, Any]:
     for weights in PRINTED:
         loaded = setup.load(quantize=weights)
         setup.report(f"weights: {weights}")
-        by_weights[weights] = alone(setup, loaded, {"streams": SPEC})
+        by_weights[weights] = setup.part(weights, partial(alone, setup, loaded, {"streams": SPEC}))
         told = facts(setup, loaded)
     return {"by_weights": by_weights, **told}
 

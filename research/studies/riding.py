@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +143,10 @@ def _measure(setup: Setup) -> dict[str, Any]:
         "context": CONTEXT,
         "rounds": setup.rounds,
         "layers": decoder.config.num_layers,
-        "adapters": [_of_adapter(setup, decoder, *each) for each in _adapters(setup, target).items()],
+        "adapters": [
+            setup.part(label, partial(_of_adapter, setup, decoder, label, adapter))
+            for label, adapter in _adapters(setup, target).items()
+        ],
     }
 
 

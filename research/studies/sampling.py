@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from anabranch.options import Keywords
@@ -26,9 +27,11 @@ def _measure(setup: Setup) -> dict[str, Any]:
     drafters = specs([each.method.name for each in loaded.adapters if each.method.name in given])
     by_top = {}
     for top in TOP:
-        setup.report(f"top-k {top}")
+        name = f"top-k {top}"
+        setup.report(name)
         sampling: Keywords = {"temperature": 1.0, "top_k": top, "seed": 0}
-        by_top[str(top)] = alone(setup, loaded, drafters, sampling=sampling, rejection=(REJECTION,))
+        measure = partial(alone, setup, loaded, drafters, sampling=sampling, rejection=(REJECTION,))
+        by_top[str(top)] = setup.part(name, measure)
     return {"by_top": by_top, **facts(setup, loaded)}
 
 

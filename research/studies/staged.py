@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from anabranch.errors import InputError
@@ -40,7 +41,8 @@ def _measure(setup: Setup) -> dict[str, Any]:
     by_mode = {}
     for mode, sampling in MODES.items():
         setup.report(mode)
-        by_mode[mode] = alone(setup, loaded, specs(setup.draft, setup.table), sampling=sampling)
+        measure = partial(alone, setup, loaded, specs(setup.draft, setup.table), sampling=sampling)
+        by_mode[mode] = setup.part(mode, measure)
     return {"draft": setup.shown_draft, "table": bool(setup.table), "by_mode": by_mode, **facts(setup, loaded)}
 
 

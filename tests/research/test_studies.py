@@ -376,6 +376,35 @@ def test_a_study_from_the_command_to_its_section(
         assert picture.count("<svg") == 1
 
 
+def test_a_stopped_study_continues_with_the_next_part(
+    toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, module = toy_words("quantization", toys, tmp_path), study("quantization")
+    alone, parts = module.alone, len(module.PRINTED)
+    called = 0
+
+    def stopping(*args: Any, **options: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called == 2:
+            raise KeyboardInterrupt
+        return alone(*args, **options)
+
+    monkeypatch.setattr(module, "alone", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(words, monkeypatch)
+    kept = tmp_path / "study-quantization-toy.json.parts"
+    first = json.loads(kept.read_text())["parts"]
+    with pytest.raises(SystemExit, match="parts of a study with other settings"):
+        run([*words, "--new", 5], monkeypatch)
+    run(words, monkeypatch)
+    assert called == parts + 1
+    assert not kept.exists()
+    result = json.loads((tmp_path / "study-quantization-toy.json").read_text())
+    assert list(result["by_weights"]) == list(module.PRINTED)
+    assert {name: result["by_weights"][name] for name in first} == first
+
+
 def test_bad_input_is_refused(toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = toy_words("cosine", toys, tmp_path)
     with pytest.raises(SystemExit, match="--limit must be at least 1, got 0"):
