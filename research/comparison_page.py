@@ -1,7 +1,7 @@
 """Write the results of docs/comparison.md, and a chart, from benchmarks/methods-*.json.
 
 The page begins with the results of targets of 0.5 billion parameters or more (methods-qwen*), one for each kind of
-machine. Those of the default model (methods-epyc-*) follow.
+machine. Those of the default model (the other methods-*) follow.
 
 python research/comparison_page.py            # write
 python research/comparison_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -22,6 +22,7 @@ from comparison_tables import (
     failures,
     heading,
     ranks,
+    sampled_speeds,
     speeds,
     summary,
 )
@@ -36,7 +37,8 @@ DEFAULT = "<!-- default: research/comparison_page.py -->", "<!-- end of default 
 TARGETS = "<!-- targets: research/comparison_page.py -->", "<!-- end of targets -->"
 LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->"
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
-COPIED = {"methods-epyc-avx512-2cores-2026-11-25": ("streams",)}  # a 4-bit copy of the target drafted before them
+# of results, the methods that a later one has with ten times the training; a 4-bit copy drafted before these streams
+LATER = {"methods-epyc-avx512-2cores-2026-11-25": ("streams", "eagle", "hydra", "hydra++", "medusa")}
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
     ("Mean acceptance length by task", "", acceptance),
@@ -46,6 +48,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
         depths,
     ),
     ("Times plain decoding by task", "", speeds),
+    ("Times plain decoding by task, at temperature 1", "", sampled_speeds),
     ("Cost of a step", "One prompt at a time; medians over prompts.", costs),
     ("Where the papers rank a method higher", "", ranks),
     ("Not measured", "", failures),
@@ -106,9 +109,10 @@ def outputs() -> dict[str, str]:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
     text = between(PAGE, text, LARGER, larger_targets.lines())
-    small = {stem: without(each, COPIED.get(stem, ())) for stem, each in stored("methods-epyc-*.json").items()}
+    every = stored("methods-*.json")
+    small = {stem: without(each, LATER.get(stem, ())) for stem, each in every.items() if "-qwen" not in stem}
     text = between(PAGE, text, DEFAULT, default(small))
-    compared = stored("methods-qwen*.json").items()
+    compared = [(stem, each) for stem, each in every.items() if "-qwen" in stem]
     larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))  # two cores first
     text = between(PAGE, text, TARGETS, by_target.lines(small, larger))
     files = {PAGE: between(PAGE, text, RESULTS, results(larger))}

@@ -23,6 +23,7 @@ __all__ = [
     "methods",
     "minutes",
     "ranks",
+    "sampled_speeds",
     "speeds",
     "summary",
 ]
@@ -188,17 +189,33 @@ def acceptance(result: Result) -> list[str]:
 
 def speeds(result: Result) -> list[str]:
     """Tokens/s over plain decoding's by task, with intervals by bootstrap where the result has rates by prompt."""
-    by_prompt = result["run"].get("tasks", [])
     caption = (
         "Tokens per second over plain decoding's, of all prompts of a task; in brackets, where the result has rates by "
         f"prompt, the middle 95 % over resampled prompts (bootstrap). {_behind(result)}"
     )
-    rows = _by_task(
-        ((method, record) for method in methods(result) for record in alone(method)),
-        "speedup_total",
-        lambda method, record, task: task_cell(record, _row(method)[0], by_prompt, task),
+    return [caption, "", *_speeds_by_task(result, _row)]
+
+
+def sampled_speeds(result: Result) -> list[str]:
+    """The same at temperature 1; nothing where that was not measured."""
+    if not any(_part(method, "sampled") for method in methods(result)):
+        return []
+    caption = (
+        "As above, sampled. Drafts are verified by matching, and those of the rows *rejection* by that rule, whose "
+        "texts differ from plain decoding's."
     )
-    return [caption, "", *rows]
+    return [caption, "", *_speeds_by_task(result, lambda method: _part(method, "sampled"), length=True)]
+
+
+def _speeds_by_task(result: Result, part: Callable[[Method], list[Record]], *, length: bool = False) -> list[str]:
+    """A row for each drafter of a part; ``length``: after its mean acceptance length."""
+    tasks = result["run"].get("tasks", [])
+    return _by_task(
+        ((method, record) for method in methods(result) for record in part(method) if record["name"] != PLAIN),
+        "speedup_total",
+        lambda method, record, task: task_cell(record, part(method)[0], tasks, task),
+        length=length,
+    )
 
 
 def _behind(result: Result) -> str:
@@ -228,6 +245,8 @@ def _by_task(
     records: Iterable[tuple[Method, Record]],
     key: str,
     interval: Callable[[Method, Record, str | None], str] = lambda method, record, task: "-",
+    *,
+    length: bool = False,
 ) -> list[str]:
     """A row per record. ``interval`` gives a value with its interval, "-" where there is none; no task is all."""
     tasks: list[str] = []
@@ -240,8 +259,9 @@ def _by_task(
             _number(part.get(key)) if cell == "-" else cell
             for part, cell in zip(parts.values(), intervals, strict=True)
         ]
-        lines.append([f"`{method['name']}`", record["name"], *cells])
-    titles = ["method", "draft", "all", *(task.replace("_", " ") for task in tasks)]
+        lines.append([f"`{method['name']}`", record["name"], *([_length(record)] if length else []), *cells])
+    titles = ["method", "draft", *(["mean acceptance length"] if length else [])]
+    titles += ["all", *(task.replace("_", " ") for task in tasks)]
     return table(titles, lines, left=2)
 
 
