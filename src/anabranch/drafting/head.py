@@ -155,7 +155,8 @@ class DraftHead:
 
     def logits(self, states_BFD: Tensor, words: Words) -> Tensor:
         """Scores over the draft vocabulary and the rows' own tokens [B, F, V], float32."""
-        z = self.capped(self.scores(states_BFD).float())
+        # of rows that are not adjacent, PyTorch on a CPU would multiply each by a copy of the weights of its own
+        z = self.capped(self.scores(states_BFD.contiguous()).float())
         if words.head is not None:
             return torch.cat((z, self.capped(words.head(states_BFD).float())), dim=-1)
         if words.own_BXD is None or words.offset_B1X is None:

@@ -199,21 +199,29 @@ class StreamDraft:
         return [Level(*results[i : i + 3]) for i in range(0, len(results), 3)]
 
     def _grow(self, states_BSD: Tensor, roots_B: Tensor, words: Words, drawn: Drawn | None) -> list[Level]:
-        settings = self.settings
+        settings, ids = self.settings, words.ids_BV
         carried: Tensor | None = None
+
+        def best(states: Tensor, levels: slice) -> tuple[Tensor, Tensor]:
+            scores = self.head.logits(states, words)
+            if drawn is not None:
+                scores = drawn.added(scores, ids, levels)
+            log_probs, places = self.head.best(scores, min(settings.width, ids.shape[1]))
+            return ids.gather(1, places.flatten(1)).view_as(places), log_probs
+
+        # without conditioning, all nodes of a level have the same children
+        every = best(states_BSD[:, : self.depth], slice(0, self.depth)) if self.conditioner is None else None
 
         def expand(d: int, tokens_BF: Tensor, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
             nonlocal carried
+            if every is not None:
+                children, log_probs = (x[:, d : d + 1] for x in every)
+                each = (*tokens_BF.shape, log_probs.shape[-1])
+                return children.expand(each), log_probs.expand(each)
             if carried is not None and above_BF is not None:
                 carried = carried.gather(1, above_BF[:, :, None].expand(-1, -1, carried.shape[-1]))
             states, carried = self.condition(states_BSD[:, d : d + 1], tokens_BF, carried)
-            ids, scores = words.ids_BV, self.head.logits(states, words)
-            if drawn is not None:
-                scores = drawn.added(scores, ids, slice(d, d + 1))
-            log_probs, best = self.head.best(scores, min(settings.width, ids.shape[1]))
-            # without conditioning children are the same for all nodes of a row
-            each = (*tokens_BF.shape, log_probs.shape[-1])
-            return ids.gather(1, best.flatten(1)).view_as(best).expand(each), log_probs.expand(each)
+            return best(states, slice(d, d + 1))
 
         return grow_tensors(
             roots_B,
