@@ -73,6 +73,7 @@ def parse() -> argparse.Namespace:
     add("--suite", default="spec_bench", help="prompts")
     add("--data", type=Path, help="folder with the suites")
     add("--limit", type=int, default=12, help="prompts decoded one at a time, spread over the tasks")
+    add("--sampled-limit", type=int, help="of these, prompts that are sampled too (default: all)")
     add("--max-new-tokens", type=int, default=64)
     add("--budgets", type=int, nargs="+", default=[8, 16], help="nodes of a draft, the root included")
     add("--rows", type=int, default=8, help="prompts decoded at a time, where throughput is measured")
@@ -95,6 +96,7 @@ class Comparison:
         self.args = args
         asked = args.suite, args.data
         self.suite = load_suite(asked[0], data=asked[1], limit=args.limit)
+        self.sampled = load_suite(asked[0], data=asked[1], limit=args.sampled_limit or args.limit)
         self.together = load_suite(asked[0], data=asked[1], limit=args.rows_limit)
         self.warm = load_suite("own", limit=1)[0]
         self.target = lru_cache(maxsize=4)(self._target)
@@ -108,14 +110,14 @@ class Comparison:
         ids: list[int] = chat_ids(target.tokenizer, prompt.text, model=target.name)
         return ids
 
-    def encoded(self) -> list[Encoded]:
-        return [(prompt, self._ids(prompt)) for prompt in self.suite]
+    def encoded(self, suite: Sequence[SuitePrompt]) -> list[Encoded]:
+        return [(prompt, self._ids(prompt)) for prompt in suite]
 
     def settings(self) -> dict[str, Any]:
         """The settings that must be equal to continue a run."""
         args = self.args
         target = self.target(args.model, args.dtype, args.weights[0])
-        ids = [self._ids(prompt) for prompt in (*self.suite, *self.together)]
+        ids = [self._ids(prompt) for prompt in (*self.suite, *self.sampled, *self.together)]
         sizes = ("weights", "limit", "max_new_tokens", "budgets", "rows", "rows_limit", "repeats")
         return {
             "schema": SCHEMA,
@@ -126,6 +128,7 @@ class Comparison:
             "suite": Path(args.suite).name,
             "prompts_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
             "tasks": [prompt.task for prompt in self.suite],
+            "sampled_tasks": [prompt.task for prompt in self.sampled],
             **{name: getattr(args, name) for name in (*sizes, "certify_limit", "certify_tokens", "certify_rows")},
         }
 
@@ -147,7 +150,7 @@ class Comparison:
             return one_row(
                 loaded,
                 tried,
-                self.encoded(),
+                self.encoded(self.sampled),
                 self._ids(self.warm),
                 sampling={"temperature": 1.0},
                 rejection=("rejection",),
@@ -163,7 +166,7 @@ class Comparison:
             yield (
                 f"1 row, {weights}",
                 lambda weights=weights: one_row(
-                    self.loaded(case, weights), specs, self.encoded(), self._ids(self.warm), **new
+                    self.loaded(case, weights), specs, self.encoded(self.suite), self._ids(self.warm), **new
                 ),
             )
         yield "sampled", sampled
@@ -193,7 +196,7 @@ class Comparison:
             for weights in args.weights:
                 rate = rates[weights, args.dtype]
                 seconds += (1 + len(specs)) * alone / rate + (1 + len(few(specs))) * together / (TOGETHER * rate)
-            seconds += (1 + len(specs)) * alone / rates[args.weights[0], args.dtype]
+            seconds += (1 + len(specs)) * len(self.sampled) * args.max_new_tokens / rates[args.weights[0], args.dtype]
             if certified in rates:
                 seconds += 2 * len(args.certify_rows) * args.certify_limit * args.certify_tokens / rates[certified]
         return seconds

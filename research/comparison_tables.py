@@ -192,23 +192,26 @@ def speeds(result: Result) -> list[str]:
         "Tokens per second over plain decoding's, of all prompts of a task; in brackets, where the result has rates by "
         f"prompt, the middle 95 % over resampled prompts (bootstrap). {_behind(result)}"
     )
-    return [caption, "", *_speeds_by_task(result, _row)]
+    return [caption, "", *_speeds_by_task(result, _row, result["run"].get("tasks", []))]
 
 
 def sampled_speeds(result: Result) -> list[str]:
     """The same at temperature 1; nothing where that was not measured."""
-    if not any(_part(method, "sampled") for method in methods(result)):
+    measured = [record for method in methods(result) for record in _part(method, "sampled")]
+    if not measured:
         return []
+    tasks = result["run"].get("sampled_tasks") or result["run"].get("tasks", [])
     caption = (
-        "As above, sampled. Drafts are verified by matching, and those of the rows *rejection* by that rule, whose "
-        "texts differ from plain decoding's."
+        f"As above, on {measured[0]['prompts']} prompts. Drafts are verified by matching, and those of the rows "
+        "*rejection* by that rule, whose texts differ from plain decoding's."
     )
-    return [caption, "", *_speeds_by_task(result, lambda method: _part(method, "sampled"), length=True)]
+    return [caption, "", *_speeds_by_task(result, lambda method: _part(method, "sampled"), tasks, length=True)]
 
 
-def _speeds_by_task(result: Result, part: Callable[[Method], list[Record]], *, length: bool = False) -> list[str]:
-    """A row for each drafter of a part; ``length``: after its mean acceptance length."""
-    tasks = result["run"].get("tasks", [])
+def _speeds_by_task(
+    result: Result, part: Callable[[Method], list[Record]], tasks: Sequence[str], *, length: bool = False
+) -> list[str]:
+    """A row for each drafter of a part; ``length``: after its mean acceptance length. ``tasks``: of the prompts."""
     return _by_task(
         ((method, record) for method in methods(result) for record in part(method) if record["name"] != PLAIN),
         "speedup_total",

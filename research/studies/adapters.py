@@ -13,7 +13,6 @@ from anabranch.bench.quality import columns_of
 from anabranch.bench.suites import Application
 from anabranch.errors import InputError
 from anabranch.support.table import percent, signed_percent
-from anabranch.tasks import TASKS
 from studies.base import Chart, Line, Result, Setup, Study, Table
 from task_scores import Columns, answers, compared, scores_of
 
@@ -39,8 +38,7 @@ def measure(setup: Setup) -> dict[str, Any]:
     """
     if not setup.adapters:
         raise InputError("the study compares adapters; give each with --adapter LABEL=FOLDER (docs/reproduction.md)")
-    split = "test" if setup.suite in TASKS else "all"
-    application = Application.read(setup.suite, data=setup.data, split=split, limit=setup.limit)
+    application = setup.application
     records, first = [], {}
     for label, folder in setup.adapters.items():
         setup.report(f"decoding with {label}")

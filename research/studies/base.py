@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from anabranch.adapters.folder import LoadedAdapter, load_adapter
 from anabranch.bench.shapes import ROUNDS
-from anabranch.bench.suites import SuitePrompt, load_suite
+from anabranch.bench.suites import Application, SuitePrompt, load_suite
 from anabranch.decoding.engine import Engine, Request
 from anabranch.errors import InputError
 from anabranch.learning.examples import Example
@@ -26,6 +26,7 @@ from anabranch.model.encoder import begun
 from anabranch.model.load import Target
 from anabranch.prompts import chat_ids
 from anabranch.sampling import SamplingParams
+from anabranch.tasks import TASKS
 
 __all__ = ["Chart", "Line", "Result", "Setup", "Study", "Table", "rounded", "spread", "streams_of"]
 
@@ -84,9 +85,15 @@ class Setup:
         """The suite's prompts."""
         return load_suite(self.suite, data=self.data, limit=self.limit)
 
+    @cached_property
+    def application(self) -> Application:
+        """The suite's rows, where it is a task: test rows, or all rows of a file."""
+        split = "test" if self.suite in TASKS else "all"
+        return Application.read(self.suite, data=self.data, split=split, limit=self.limit)
+
     def encoded(self, target: Target) -> list[list[int]]:
         """The prompts in the target's chat template."""
-        return [list(chat_ids(target.tokenizer, prompt.text, model=target.name)) for prompt in self.prompts]
+        return [list(chat_ids(target.tokenizer, prompt.asked, model=target.name)) for prompt in self.prompts]
 
     @property
     def shown_draft(self) -> str:
