@@ -27,10 +27,10 @@ INTRODUCTION = """# The papers' studies
 
 The figures and tables of the Speculative Streaming paper (ACL, and its first version v1, arXiv 2402.11131), of
 Leviathan et al. and of Spector and Ré, measured at a size that two CPU cores can do, on the default model unless a row
-says otherwise. `python research/study.py --list` lists the studies, one command runs each, and `python
-research/reproduction_page.py` writes this page from the newest results in `benchmarks/`. DIR is a folder with the data
-sets. Where the papers print no numbers, their finding is given in words. Where a chart shows the numbers, some tables
-are left to the result files.
+says otherwise. `python research/study.py --list` lists the studies, and one command runs each. A study of several parts
+that was stopped continues with the next part when its command is repeated. `python research/reproduction_page.py`
+writes this page from the newest results in `benchmarks/`. DIR is a folder with the data sets. Where the papers print
+no numbers, their finding is given in words. Where a chart shows the numbers, some tables are left to the result files.
 
 What was compared: the text of the ACL submission, the text of v1, and summaries of Leviathan et al. (arXiv 2211.17192)
 and of Spector and Ré (arXiv 2308.04623), all without the pictures. A value that only a picture or the full text of the
