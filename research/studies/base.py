@@ -93,7 +93,7 @@ class Setup:
 
     def encoded(self, target: Target) -> list[list[int]]:
         """The prompts in the target's chat template."""
-        return [list(chat_ids(target.tokenizer, prompt.asked, model=target.name)) for prompt in self.prompts]
+        return [list(chat_ids(target.tokenizer, prompt.text, model=target.name)) for prompt in self.prompts]
 
     @property
     def shown_draft(self) -> str:
