@@ -129,12 +129,19 @@ def other_tasks() -> str:
         f"{100 * lora['quality']['exact_match']['mean']:.1f}; {signed_percent(paper['difference']['exact_match'])}, "
         f"{rows['rows']:,} rows)"
     ]
-    for task in ("e2e", "dialogsum"):
-        record = _named(_application(task)["contenders"], name="paper 16")
-        texts.append(
-            f"{TASKS[task]}, default model: {_times(record)}, {_tokens(record)} tokens, ROUGE-1 "
-            f"{signed_percent(record['difference']['rouge1'])}"
-        )
+    found = latest("application-e2e-qwen2.5-coder-0.5b-*.json")
+    streams, medusa = (_named(found["contenders"], name=name) for name in ("paper 16", "medusa 16"))
+    paper, lora = (_named(found["scored"]["targets"], target=name) for name in ("paper", "lora"))
+    texts.append(
+        f"E2E, 0.5B: {_times(streams)}, {_tokens(streams)} tokens, Medusa {_times(medusa)}, {_tokens(medusa)}; ROUGE-1 "
+        f"{100 * paper['quality']['rouge1']['mean']:.1f} (LoRA {100 * lora['quality']['rouge1']['mean']:.1f}; "
+        f"{signed_percent(paper['difference']['rouge1'])}, {found['scored']['rows']} rows)"
+    )
+    record = _named(_application("dialogsum")["contenders"], name="paper 16")
+    texts.append(
+        f"DialogSum, default model: {_times(record)}, {_tokens(record)} tokens, ROUGE-1 "
+        f"{signed_percent(record['difference']['rouge1'])}"
+    )
     return "; ".join(texts)
 
 
