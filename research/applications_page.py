@@ -73,7 +73,7 @@ def scored(result: Result) -> list[str]:
         f"By {metric}, `{one['target']}` alone has {one['right_alone']:,} rows right and `lora` alone "
         f"{one['wrong_alone']:,}."
         for one in of["targets"]
-        if one["target"] != "untuned" and "right_alone" in one
+        if one["target"] != "untuned" and one.get("right_alone", 0) + one.get("wrong_alone", 0)
     ]
     return [text, "", *table(titles, lines), *([*parts, ""] if parts else [])]
 
