@@ -70,9 +70,9 @@ STUDY = Study(
     papers="ACL figure 10, v1 figure 5",
     title="Children per node, with and without pruning",
     measures=f"Tokens a pass and tokens/s of full product trees over {DEPTH} streams with k children per node, and of "
-    f"the same trees when the early-exit layer prunes them, to {KEPT} nodes or to those with a probability of at least "
-    f"{LEAST} given their parents. Streams trail the pass, and ride in it where the name says so; those of the paper's "
-    "shared form always ride.",
+    f"the same trees when the early-exit layer prunes them to {KEPT} nodes, or to the nodes whose probability given "
+    f"their parent is at least {LEAST}. Streams trail the pass unless the name says that they ride in it; those of the "
+    "paper's shared form always ride.",
     paper="no values in the text; for gamma = 3, the speedup rises with k, then falls; pruning helps at large k",
     differs="the paper's threshold is not printed; a full tree is drafted before it is pruned, as in the paper",
     ours=_ours,

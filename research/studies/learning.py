@@ -101,8 +101,10 @@ STUDY = Study(
     title="The papers' recipes on the same completions",
     measures="Predicted mean acceptance length on held-out completions, of best-first trees of 16 nodes, while recipes "
     "of papers are trained on the same completions of the default model: of Speculative Streaming's lossless form, "
-    "Medusa-1, Hydra++ and EAGLE-1, and our Medusa, which has the target's head; those in the table "
-    "(`WORDS=8192 EPOCHS=1.4 EVERY=600 research/train_methods`).",
+    "Medusa-1 and Hydra++, and our Medusa, which has the target's head. Two trainings ran at a time, with other jobs "
+    "beside them. The prompts are those of `python research/build_prompts.py --data DIR --seed 11 --scale 1`, the "
+    "completions those of `anabranch train answers --rows 48 --max-new-tokens 128 --longest-prompt 400`, the trainings "
+    "those of `WORDS=8192 EPOCHS=1.4 EVERY=600 research/train_methods`.",
     paper="mean accepted tokens on MT-Bench, Vicuna-7B: lossless streams 3.52, Medusa 2.67, Hydra 3.70, EAGLE 3.94",
     differs="a target of 135M parameters, a draft vocabulary of 8,192 tokens for all",
     ours=_ours,

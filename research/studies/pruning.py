@@ -69,11 +69,11 @@ STUDY = Study(
     name="pruning",
     papers="ACL figure 13",
     title="Chain, tree, pruned tree",
-    measures=f"Tokens a pass and tokens/s of a chain of {DEPTH} drafted tokens, of the full product tree of "
-    f"{CHILDREN} children over {DEPTH} streams, and of that tree when the early-exit layer prunes it to {KEPT} and "
-    f"{KEPT // 2} nodes, and to the nodes with an early-exit probability of at least {LEAST} given their parents. The "
+    measures=f"Tokens a pass and tokens/s of a chain of {DEPTH} drafted tokens, and of the full product tree of "
+    f"{CHILDREN} children over {DEPTH} streams. The early-exit layer prunes this tree to {KEPT} nodes, to "
+    f"{KEPT // 2} nodes, or to the nodes whose early-exit probability given their parent is at least {LEAST}. The "
     f"tree over {DEEPER} streams is pruned to {MORE}. The last rows are the best-first trees that are the default "
-    "here. Streams trail the pass, and ride in it where the name says so; those of the paper's shared form always "
+    "here. Streams trail the pass unless the name says that they ride in it; those of the paper's shared form always "
     "ride. An adapter without a pruning layer leaves the pruned ones out (train one with `--pruning-rank 8`).",
     paper="no values in the text; each adds to the one before it, for Vicuna 7B, 13B and 33B",
     differs="the paper's threshold is not printed; a CPU is near its arithmetic limit at widths that cost nothing on "

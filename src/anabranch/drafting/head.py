@@ -155,7 +155,7 @@ class DraftHead:
 
     def logits(self, states_BFD: Tensor, words: Words) -> Tensor:
         """Scores over the draft vocabulary and the rows' own tokens [B, F, V], float32."""
-        # of rows that are not adjacent, PyTorch on a CPU would multiply each by a copy of the weights of its own
+        # PyTorch on a CPU copies the weights once for each row of states that are not adjacent in memory
         z = self.capped(self.scores(states_BFD.contiguous()).float())
         if words.head is not None:
             return torch.cat((z, self.capped(words.head(states_BFD).float())), dim=-1)

@@ -103,7 +103,11 @@ class Trainer:
         self.options, self.folder, self.log_kinds = options, folder, logs
         self.examples, self.held_out, self.plan = examples, held_out, dict(plan or {})
         self.optimizer = torch.optim.AdamW(
-            *(_parameter_groups(module), options.lr, (0.9, 0.98)), weight_decay=options.weight_decay, fused=True
+            _parameter_groups(module),
+            lr=options.lr,
+            betas=(0.9, 0.98),
+            weight_decay=options.weight_decay,
+            fused=True,
         )
         groups = list(batches(examples, options.batch_tokens, seed=options.seed))
         if not any(map(objective.predictions, groups)):
