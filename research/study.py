@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
     add("--adapter", action="append", default=[], metavar="[LABEL=]FOLDER", help="an adapter; repeatable")
     add("--draft", default="", help="a smaller model, for studies of several: whatever --model takes")
     add("--table", default="", help="a folder that 'anabranch train ngram' wrote, for the same studies")
+    add("--lora", type=Path, metavar="FOLDER", help="merge this LoRA into the model, in studies of a tuned target")
     add("--suite", help="prompts: own, spec_bench, mt_bench, ... (default: the study's own)")
     add("--data", type=Path, help="folder with the suites and data sets")
     add("--limit", type=int, help="number of prompts, texts or trees (default: the study's own)")
@@ -116,6 +117,7 @@ def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     suite = args.suite or study.suite or "own"
     asked = {"study": study.name, "model": Path(args.model).name, "dtype": args.dtype, "suite": Path(suite).name}
     asked |= {"draft": Path(args.draft).name, "table": Path(args.table).name, "adapters": args.adapter, **sizes}
+    asked["lora"] = None if args.lora is None else str(args.lora)
     kept = Kept(args.out.with_name(f"{args.out.name}.parts"), asked, force=args.force)
     setup = Setup(
         args.model,
@@ -126,6 +128,7 @@ def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
         **sizes,
         draft=args.draft,
         table=args.table,
+        lora=args.lora,
         report=say,
         part=kept.part,
     )
@@ -165,6 +168,8 @@ def main() -> None:
         result = run(study, args)
     except AnabranchError as error:
         raise SystemExit(f"study.py: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command continues after the last part that was measured") from None
     print(f"{study.papers}: {study.ours(result)}\n")
     print("\n".join(table(*study.table(result))))
 

@@ -47,6 +47,7 @@ class Setup:
     rounds    of timed steps, in a study that times these
     draft     a smaller model, in a study of several
     table     a folder of n-gram counts, likewise
+    lora      a LoRA that ``load`` merges into the model
     report    is told what is being done
     part      (name, measure) -> what ``measure`` returns, as JSON values; a stopped study continues with the first
               part that it had not measured
@@ -63,13 +64,14 @@ class Setup:
     rounds: int = ROUNDS
     draft: str = ""
     table: str = ""
+    lora: Path | None = None
     report: Callable[[str], None] = lambda what: None
     part: Callable[[str, Callable[[], Any]], Any] = lambda name, measure: measure()
 
     def load(self, *, quantize: str = "auto", pack: bool = True, dtype: str = "auto") -> Loaded:
         """The target, with at most one adapter per method. ``dtype`` is the study's, if the setup has none."""
         folders = tuple(self.adapters.values())
-        config = LoadConfig(self.model, adapters=folders, dtype=self.dtype or dtype, quantize=quantize)
+        config = LoadConfig(self.model, adapters=folders, dtype=self.dtype or dtype, quantize=quantize, lora=self.lora)
         return load(config, pack=pack)
 
     def target(self, *, pack: bool = True, dtype: str = "auto") -> Target:
@@ -93,7 +95,7 @@ class Setup:
 
     def encoded(self, target: Target) -> list[list[int]]:
         """The prompts in the target's chat template."""
-        return [list(chat_ids(target.tokenizer, prompt.text, model=target.name)) for prompt in self.prompts]
+        return [list(chat_ids(target.tokenizer, prompt.asked, model=target.name)) for prompt in self.prompts]
 
     @property
     def shown_draft(self) -> str:

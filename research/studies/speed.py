@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.bench.run import Encoded
-from anabranch.bench.suites import load_suite
+from anabranch.bench.suites import SuitePrompt, load_suite
 from anabranch.loading import Loaded
 from anabranch.methods import parse_spec
 from anabranch.options import Keywords
@@ -41,17 +41,22 @@ def alone(
     loaded: Loaded,
     specs: Mapping[str, str],
     *,
+    prompts: Sequence[SuitePrompt] | None = None,
     sampling: Keywords | None = None,
     rejection: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """One record per drafter, plain first: mean acceptance length, nodes a pass, tokens/s and its ratio to plain."""
+    """One record per drafter, plain first: mean acceptance length, nodes a pass, tokens/s and its ratio to plain.
+
+    prompts  None: the suite's
+    """
     target = loaded.target
-    prompts: list[Encoded] = list(zip(setup.prompts, setup.encoded(target), strict=True))
+    asked = setup.prompts if prompts is None else prompts
+    encoded: list[Encoded] = [(each, chat_ids(target.tokenizer, each.asked, model=target.name)) for each in asked]
     warm = chat_ids(target.tokenizer, load_suite("own", limit=1)[0].text, model=target.name)
     found = one_row(
         loaded,
         {name: parse_spec(spec) for name, spec in specs.items()},
-        prompts,
+        encoded,
         warm,
         max_new_tokens=setup.new,
         sampling=sampling,
@@ -65,10 +70,10 @@ def alone(
     return kept
 
 
-def facts(setup: Setup, loaded: Loaded) -> dict[str, Any]:
-    """The prompts and settings, and the adapters' hashes by method."""
+def facts(setup: Setup, loaded: Loaded, prompts: Sequence[SuitePrompt] | None = None) -> dict[str, Any]:
+    """The number of prompts (None: the suite's) and the settings, and the adapters' hashes by method."""
     return {
-        "prompts": len(setup.prompts),
+        "prompts": len(setup.prompts if prompts is None else prompts),
         "new_tokens": setup.new,
         "dtype": str(loaded.target.decoder.dtype).removeprefix("torch."),
         "adapters": {each.method.name: each.record["sha256"] for each in loaded.adapters},
