@@ -22,7 +22,7 @@ from anabranch.model import load
 from anabranch.train import checkpoint as checkpoint_module
 from anabranch.train.data import read_examples
 from anabranch.train.job import train_adapter, trainable
-from anabranch.train.trainer import Trainer
+from anabranch.train.trainer import Progress, Trainer
 from small import CASES, VOCABULARY, as_target, prompt, small, small_adapter, write_answers
 
 pytestmark = pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
@@ -66,7 +66,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(full_at: int, tmp_path: Path, mon
     assert "No space left on device" in said
     assert said.endswith("free some space there, and the same command resumes")
     assert ("the last one is kept" in said) == (full_at > 3)
-    left = {path.name for path in (tmp_path / "part").iterdir()} - {"log.jsonl"}
+    left = {path.name for path in (tmp_path / "part").iterdir()} - {"log.jsonl", ".lock"}
     assert left == ({"checkpoint.safetensors", "checkpoint.json"} if full_at > 3 else set())
     again = trainer(tmp_path / "part")
     assert same(weights(again), weights(trainer(tmp_path / "whole")))
@@ -80,6 +80,20 @@ def test_what_a_process_killed_while_saving_leaves_behind_is_removed(tmp_path: P
     run.run(lambda _: None)
     assert run.done == run.steps
     assert not list(tmp_path.glob(".checkpoint*"))
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    run, refused = trainer(tmp_path / "one"), []
+
+    def second(progress: Progress) -> None:
+        if progress.step == 2:
+            with pytest.raises(FileError, match=r"another process trains in .*one; wait for it or stop it, or give "):
+                trainer(tmp_path / "one").run(lambda _: None)
+            refused.append(progress.step)
+
+    run.run(second)
+    assert refused == [2]
+    assert same(run.module.state_dict(), weights(trainer(tmp_path / "alone"))), "the first one went on undisturbed"
 
 
 def call(*arguments: object) -> Result:

@@ -16,12 +16,10 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
-
-from filelock import FileLock, Timeout
 
 from anabranch.decoding.engine import Request
 from anabranch.decoding.scheduler import Scheduler, Ticket
@@ -31,6 +29,7 @@ from anabranch.model.encoder import begun
 from anabranch.model.load import Target
 from anabranch.model.text import encode, render_chat
 from anabranch.sampling import SamplingParams
+from anabranch.support import locks
 from anabranch.support.appended import agree, append, begin, records
 from anabranch.support.files import check_writable
 from anabranch.support.jsonfiles import is_whole, read_rows
@@ -231,21 +230,14 @@ def write_answers(
         return clock.progress()
 
 
-@contextmanager
-def alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> AbstractContextManager[None]:
     """Keep other processes from the file meanwhile. Raises FileError if one writes to it, or if none can."""
-    lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise FileError(f"another process writes to {out}; wait for it, or give --out another file") from error
-    except OSError as error:
-        raise FileError(f"completions cannot be written to {out} ({error.strerror}); choose another --out") from error
-    try:
-        yield
-    finally:
-        lock.release()
+    return locks.alone(
+        out.with_name(f".{out.name}.lock"),
+        busy=f"another process writes to {out}; wait for it, or give --out another file",
+        failed=f"completions cannot be written to {out}",
+        advice="choose another --out",
+    )
 
 
 def completions(

@@ -3,6 +3,7 @@
 RUN/checkpoint.safetensors    weights, AdamW moments and, as metadata, the record
 RUN/checkpoint.json           the record again, readable: step, options, config, digest of the data
 RUN/log.jsonl                 a line of progress every few steps; beside it log.csv and tensorboard/, if asked for
+RUN/.lock                     held by the process that trains there
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from torch import Tensor, nn
 
 from anabranch.errors import FileError
 from anabranch.model.stored import UNREADABLE, is_finite
+from anabranch.support import locks
 from anabranch.support.files import write_atomically
 from anabranch.support.jsonfiles import is_whole, parse_json
 
 __all__ = [
     "Best",
+    "alone",
     "drop_run",
     "load_checkpoint",
     "load_weights",
@@ -42,6 +46,16 @@ WEIGHTS, RECORD, LOG, CSV, TENSORBOARD = (
 )
 STAGED = ".checkpoint.*.tmp"
 BEST = "best."  # prefix of the weights of the best evaluation, where a run keeps them
+
+
+def alone(folder: Path) -> AbstractContextManager[None]:
+    """Keep other trainings out of a run's folder. Raises FileError if one is in it, or if it cannot be written."""
+    return locks.alone(
+        folder / ".lock",
+        busy=f"another process trains in {folder}; wait for it or stop it, or give --out another folder",
+        failed=f"the training cannot be written to {folder}",
+        advice="choose another --out",
+    )
 
 
 def save_checkpoint(

@@ -29,6 +29,7 @@ from anabranch.support.log import LOGGER
 from anabranch.train.checkpoint import (
     BEST,
     Best,
+    alone,
     drop_run,
     load_checkpoint,
     load_weights,
@@ -231,9 +232,13 @@ class Trainer:
         ``best`` afterwards.
 
         On KeyboardInterrupt (Ctrl-C, and SIGTERM under ``sigterm_raises``) a checkpoint is saved first; a resumed run
-        yields the same weights as an uninterrupted one. Raises FileError if the folder contains a run with other
-        options, another config or other examples, or if the loss is not finite.
+        yields the same weights as an uninterrupted one. Raises FileError if another process trains in the folder, if
+        it contains a run with other options, another config or other examples, or if the loss is not finite.
         """
+        with alone(self.folder) if self.processes.first else nullcontext():
+            return self._run(report, resume=resume)
+
+    def _run(self, report: Callable[[Progress], None], *, resume: bool) -> dict[str, Any]:
         self._restore(resume)
         if self.options.patience and self.best.seen < self.done and self._evaluates():
             self._evaluate_now()  # the run was stopped in that evaluation
