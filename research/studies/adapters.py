@@ -127,8 +127,9 @@ ROTATION = replace(
     name="rotation",
     papers="ACL figure 12a, v1 figure 9a",
     title="Value rotation in place of stream embeddings",
-    measures="The same two measures, for streams told apart by stream embeddings and by rotated values (ACL eq. 8): "
-    f"`{TRAIN} paper-2 paper-rotation-2`.",
+    measures="The same two measures, for streams told apart by stream embeddings and by values that are rotated by "
+    f"pi / 2N a stream, with N = 256, which no row reaches (ACL eq. 8): `ANGLE=0.006136 {TRAIN} paper-2 "
+    "paper-rotation-2`.",
     paper="no values in the text; rotation stays below stream embeddings at the same number of layers; with "
     "16 layers it is above embeddings with 4",
     chart=None,
