@@ -61,7 +61,7 @@ def _ours(result: Result) -> str:
     found = [(_format(result, weights), r) for weights, r in _streams(result).items() if r]
     speeds = ", ".join(f"{name} {r['speedup_quartiles'][1]:.2f}x" for name, r in found)
     scores = ", ".join(percent(each["quality"][key]) for each in result["by_weights"].values())
-    return f"{speeds}; {title} {scores}"
+    return f"{speeds}; {title} {scores} %"
 
 
 def _table(result: Result) -> Table:
@@ -110,6 +110,7 @@ STUDY = Study(
     measure=_measure,
     suite="sql",
     limit=1000,
+    whole=True,
     command="python research/study.py quantization --model FILE.gguf --lora examples/sql-qwen2.5-coder-0.5b/lora "
     "--adapter examples/sql-qwen2.5-coder-0.5b --suite sql --data DIR "
     "--out benchmarks/study-quantization-qwen2.5-coder-0.5b-MACHINE-DATE.json",

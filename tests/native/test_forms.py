@@ -67,6 +67,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         scalar = (
             *recipe.machine_flags(SETS["avx2"][0]),
+            "-O1",  # plain loops, which take long to compile otherwise
             f'-DANABRANCH_SIMD="{SCALAR}"',
             '-DANABRANCH_KERNELS="scalar"',
         )
