@@ -298,8 +298,8 @@ ITEMS = (
     ),
     Item(
         *(ACL, "figure 12a", "value rotation", "reproduced"),
-        "[here](#value-rotation-in-place-of-stream-embeddings): rotation is below stream embeddings, by 3.3 points (0.3 "
-        "to 6.2) of SQL with the same results",
+        "[here](#value-rotation-in-place-of-stream-embeddings): below stream embeddings, by 3.3 points (0.3 to 6.2) of "
+        "SQL with the same results",
         "v1 has Phi-1.3b where ACL has OPT-1.3B",
         *(values.rotation, FIGURE_12A, "figure 9a"),
     ),

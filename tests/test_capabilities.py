@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,11 +31,14 @@ from toy_text import toy_model
 from verbs import Anabranch
 
 DRAFTERS = [f"{m.name}:{variant}" if variant else m.name for m in methods() for variant in m.variants]
-# each method's default and its first variant for every run
-SOME_DRAFTERS = [
-    pytest.param(drafter, marks=() if number < 2 else pytest.mark.thorough)
+# each method's default and its first variant, for every run and for every type
+FEW_DRAFTERS = [
+    drafter
     for method in methods()
-    for number, drafter in enumerate(each for each in DRAFTERS if each.partition(":")[0] == method.name)
+    for drafter in [each for each in DRAFTERS if each.partition(":")[0] == method.name][:2]
+]
+SOME_DRAFTERS = [
+    pytest.param(drafter, marks=() if drafter in FEW_DRAFTERS else pytest.mark.thorough) for drafter in DRAFTERS
 ]
 NEW = 6  # tokens
 
@@ -165,7 +169,7 @@ def test_every_cell_on_the_native_kernels(dtype: torch.dtype, quantize: str, kv:
 def test_every_cell_in_every_type_in_pytorch(dtype: torch.dtype, quantize: str) -> None:
     stand_in = made(dtype, quantize)
     plain = plain_of(stand_in)
-    for drafter in fitting(stand_in):
+    for drafter in fitting(stand_in, FEW_DRAFTERS):
         check_exact(stand_in, drafter, plain, exact=dtype == torch.float32)  # others round by the width of a pass
 
 
@@ -178,6 +182,8 @@ def test_every_pair_decodes_exactly_or_raises_its_sentence(packed: bool) -> None
     plain = plain_of(stand_in)
     for names in itertools.combinations([*(m.name for m in methods()), "streams:placement=ride"], 2):
         drafter = "+".join(names)
+        if not packed and zlib.crc32(drafter.encode()) % 2:
+            continue  # PyTorch takes three times as long, for half of the pairs
         said = supports(drafter, dtype="float32")
         if said:
             check_exact(stand_in, drafter, plain, rows=3)

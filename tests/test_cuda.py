@@ -87,8 +87,8 @@ def test_steps_of_a_shape() -> None:
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_cuda")
 def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.tune.timing.WIDTHS", (1, 4, 8))
-    monkeypatch.setattr("anabranch.tune.timing.DRAFTS", (4, 8))
+    monkeypatch.setattr("anabranch.tune.timing.WIDTHS", (1, 4))
+    monkeypatch.setattr("anabranch.tune.timing.DRAFTS", (4,))
     target = there(small())
     target.backend = TorchBackend()  # ``model/test_graphs.py`` tests graphs, and they make hundreds of steps slow here
     found = fit(as_target(target), [small_adapter(target)], [prompt(5 + n, n) for n in range(2)], max_new_tokens=8)

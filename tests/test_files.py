@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anabranch.errors import FileError
+from anabranch.support import locks
 from anabranch.support.files import check_folder, check_output, write_atomically
 
 
@@ -64,3 +67,15 @@ def test_a_folder_may_be_checked_and_made_by_several_at_once(tmp_path: Path) -> 
         (tmp_path / "new" / "folder" / "file").unlink()
         (tmp_path / "new" / "folder").rmdir()
         (tmp_path / "new").rmdir()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)), NotImplementedError()], ids=repr)
+def test_a_file_system_without_locks_is_used_without(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lockless(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(locks.FileLock, "acquire", lockless)
+    with locks.alone(tmp_path / "lock", busy="", failed="", advice=""):
+        assert f"{tmp_path / 'lock'}: its file system has no locks" in caplog.text

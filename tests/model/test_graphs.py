@@ -55,10 +55,11 @@ def drafts_of(steps: list[list[Step]]) -> list[list[list[int]]]:
     return [[step.tree.tokens.tolist() for step in row] for row in steps]
 
 
-# every drafter on one family; the others with streams that ride and that trail
+# every drafter on one family, some for a single row too; the others with streams that ride and that trail
 USUAL = ("none", "ride", "trail")
 CHOSEN = [
-    *product(("llama",), DRAFTERS, (1, 3)),
+    *product(("llama",), DRAFTERS, (3,)),
+    *product(("llama",), ("ride", "trail", "combined"), (1,)),
     *product([case for case in sorted(CASES) if case != "llama"], USUAL, (3,)),
 ]
 
