@@ -103,7 +103,7 @@ def test_a_rule_without_the_residual_is_found(
         yield 1.0, p_V
 
     monkeypatch.setattr(verify, "trials", wrong)
-    certificate = outcome(target, modules, "streams:tree=product,k=2", rule="rejection", design=Design(effect=0.2))
+    certificate = outcome(target, modules, "streams:tree=product,k=2", rule="rejection", design=Design(effect=0.3))
     assert certificate.verdict == "BUG"
 
 
