@@ -92,14 +92,11 @@ MANY = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(native.library() is None, reason="only the native kernels are exact in bf16")
 @pytest.mark.parametrize(
     ("quantize", "specs"),
-    [
-        ("int4", FEW),
-        pytest.param("none", FEW, marks=pytest.mark.thorough),
-        *(pytest.param(quantize, MANY, marks=pytest.mark.thorough) for quantize in ("none", "int8", "int4")),
-    ],
+    [("int4", FEW), ("none", FEW), *((quantize, MANY) for quantize in ("none", "int8", "int4"))],
 )
 def test_every_method_in_the_types_that_users_load(quantize: str, specs: Sequence[str]) -> None:
     target = load_target("default", dtype="bfloat16", quantize=quantize)

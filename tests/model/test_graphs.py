@@ -91,7 +91,7 @@ SAMPLING = {
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        pytest.param(name, how, marks=() if (name, how) in {("trail", "top_k"), ("combined", "penalty")} else thorough)
+        pytest.param(name, how, marks=() if (name, how) == ("combined", "penalty") else thorough)
         for name in ("ride", "trail", "combined")
         for how in SAMPLING
     ],

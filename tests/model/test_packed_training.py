@@ -67,7 +67,8 @@ def trained(target: Target, folder: Path, **given: Any) -> tuple[dict[str, Any],
     return record, [line["loss"] for line in read_log(folder / "training")]
 
 
-@pytest.mark.parametrize("products", [pytest.param("int8", marks=pytest.mark.thorough), "stored"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("products", ["int8", "stored"])
 def test_losses_are_those_of_the_dequantised_target(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, products: str
 ) -> None:

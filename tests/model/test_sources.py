@@ -73,7 +73,10 @@ def test_greedy_text_is_that_of_transformers(folders: Folders, model: Model) -> 
         assert ours.prompt_ids == ids
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "repetition_penalty": 1.3, "seed": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"temperature": 0.9, "repetition_penalty": 1.3, "seed": 3}, marks=pytest.mark.thorough)],
+)
 def test_drafts_change_no_token(folders: Folders, model: Model, options: dict[str, Any]) -> None:
     """Rows have sources of their own lengths, join when others leave, and do not depend on each other."""
     plain = texts(model, "none", **options)

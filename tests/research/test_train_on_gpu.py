@@ -46,6 +46,7 @@ def test_many_prompts_are_completed_as_one_at_a_time() -> None:
     assert train_on_gpu.decode(decoder, prompts, 40) == [text[:end] for text, end in zip(alone, until, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*completion tokens are few")
 def test_several_methods_are_trained_on_the_same_completions(
     toys: ToyFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
