@@ -4,7 +4,8 @@
     python scripts/sanitize.py --tests tests/native/test_kernels.py -k products
 
 1. Compiles each form with -Wall -Wextra -Werror, by g++ and, where it is installed, clang++.
-2. Runs the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in the best form and in AVX2's.
+2. Runs the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in the best form and in AVX2's;
+   those of the boundary and of encoder-decoders in the best one.
 3. Runs ``tests/native/race.cpp``, the kernels' thread pool and products, under ThreadSanitizer.
 
 This file is also the pytest plugin that adds the sanitizers to the kernels' flags.
@@ -28,9 +29,10 @@ WARN = ("-Wall", "-Wextra", "-Werror")
 # -O1 and line numbers keep reports readable and compiling short
 ADDRESS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
 ADDRESS += ("-fno-sanitize-recover=all",)
+# those of all kernels in every form, the others in the best one: what they add does not depend on the form
+FILES = [f"tests/{name}.py" for name in ("native/test_kernels", "native/test_boundary", "model/test_encoder_decoder")]
 # without the tests that decode whole texts or draw many trees, which take minutes and touch the same code
-FILES = [f"tests/{name}.py" for name in ("native/test_boundary", "native/test_kernels", "model/test_encoder_decoder")]
-TESTS = [*FILES, "-x", "-k", "not says_the_same and not bit and not torch-"]
+CHOSEN = ["-x", "-k", "not says_the_same and not bit and not torch-"]
 # the interpreter is not built for AddressSanitizer: what it keeps until it ends is no leak of the kernels
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
@@ -65,7 +67,7 @@ def main() -> None:
         _races(compilers[0], forms)
     for form in dict.fromkeys((forms[0], forms[-1])):
         _say(f"AddressSanitizer and UndefinedBehaviorSanitizer, {form}")
-        _tests(form, asked.tests or TESTS)
+        _tests(form, asked.tests or [*(FILES if form == forms[0] else FILES[:1]), *CHOSEN])
 
 
 def _tests(form: str, tests: list[str]) -> None:

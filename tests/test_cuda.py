@@ -38,11 +38,9 @@ def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_cuda")
-@pytest.mark.parametrize(
-    "quantize",
-    ["none", pytest.param("int8", marks=pytest.mark.thorough), pytest.param("int4", marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 def test_generate(toys: ToyFolders, quantize: str) -> None:
     there_, here = (
         anabranch.load(toys.model, adapter=toys.adapter, device=device, dtype="float32", quantize=quantize)
