@@ -139,7 +139,7 @@ the streams. Here N is 256, which no row reaches: 0.006 radians a stream, above 
 Without `--rotation-step`, N is the longest sequence of the model; for 8,192 tokens the angle is 0.0002, which bf16 does
 not resolve. Rotation has 0.15 tokens a pass less than stream embeddings, and 3.3 points (0.3 to 6.2) less of SQL with
 the same results; exact match is 2.6 points lower, with an interval that includes 0 (-0.4 to 5.6). Rotation with 16
-layers, which the paper finds above embeddings with 4, was not trained."""
+layers, which the paper finds above embeddings with 4, was not trained. Each form was trained once."""
 
 FIGURE_12B = """The target is Qwen2.5-Coder-1.5B as stored, on two cores with AMX. Streams draft chains that are
 verified by rejection, the paper's rule, and trees of 8 nodes that are verified by matching, as Medusa's are. Both are

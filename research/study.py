@@ -116,8 +116,8 @@ def run(study: Study, args: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--{name} must be at least 1, got {value}")
     suite = args.suite or study.suite or "own"
     asked = {"study": study.name, "model": Path(args.model).name, "dtype": args.dtype, "suite": Path(suite).name}
-    asked |= {"draft": Path(args.draft).name, "table": Path(args.table).name, "adapters": args.adapter, **sizes}
-    asked["lora"] = None if args.lora is None else str(args.lora)
+    asked |= {"draft": Path(args.draft).name, "table": Path(args.table).name, "adapters": args.adapter}
+    asked |= {"lora": str(args.lora or ""), **sizes}
     kept = Kept(args.out.with_name(f"{args.out.name}.parts"), asked, force=args.force)
     setup = Setup(
         args.model,

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anabranch.api import Model
-from anabranch.bench.quality import Scores
+from anabranch.bench.quality import Scores, columns_of
 from anabranch.bench.suites import Application
 from anabranch.decoding.generation import Generation
 from anabranch.prompts import chat_ids
+from anabranch.support.table import percent, signed_percent
 from anabranch.tasks import difference, spread
 
-__all__ = ["ROWS", "Columns", "answers", "compared", "scores_of"]
+__all__ = ["ROWS", "Columns", "answers", "compared", "first_metric", "quality_cells", "quality_titles", "scores_of"]
 
 Columns = Mapping[str, Sequence[float | None]]  # a score for each row, by column of the task's metrics
 
@@ -40,3 +41,23 @@ def compared(scores: Columns, others: Columns) -> dict[str, Any]:
         "quality": {key: spread(mine) for key, mine in scores.items()},
         "difference": {key: difference(mine, others[key]) for key, mine in scores.items()},
     }
+
+
+def first_metric(task: Mapping[str, Any]) -> tuple[str, str]:
+    """The first column of a described task: its key and its title."""
+    return next(iter(columns_of(task["metrics"]).items()))
+
+
+def quality_titles(task: Mapping[str, Any]) -> list[str]:
+    """The titles above ``quality_cells``."""
+    return [
+        each for title in columns_of(task["metrics"]).values() for each in (f"{title}, %", "difference from the first")
+    ]
+
+
+def quality_cells(task: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What ``compared`` returned, in percent: for each column, the quality and its difference."""
+    cells = []
+    for key in columns_of(task["metrics"]):
+        cells += [percent(found["quality"][key]), signed_percent(found["difference"][key])]
+    return cells

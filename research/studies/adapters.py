@@ -9,12 +9,11 @@ from typing import Any
 
 import anabranch
 from anabranch.adapters.folder import read_record
-from anabranch.bench.quality import columns_of
 from anabranch.bench.suites import Application
 from anabranch.errors import InputError
-from anabranch.support.table import percent, signed_percent
+from anabranch.support.table import percent
 from studies.base import Chart, Line, Result, Setup, Study, Table
-from task_scores import Columns, answers, compared, scores_of
+from task_scores import Columns, answers, compared, first_metric, quality_cells, quality_titles, scores_of
 
 __all__ = ["LAYERS", "ROTATION", "measure"]
 
@@ -59,13 +58,8 @@ def measure(setup: Setup) -> dict[str, Any]:
     return {"drafter": DRAFTER, "task": application.described(), "records": records}
 
 
-def _metric(result: Result) -> tuple[str, str]:
-    """The first column of the task: its key and its title."""
-    return next(iter(columns_of(result["task"]["metrics"]).items()))
-
-
 def _ours(result: Result) -> str:
-    key, title = _metric(result)
+    key, title = first_metric(result["task"])
     found = (
         f"{r['label']}: {title} {percent(r['quality'][key])} %, {r['mean_acceptance_length']:.2f} tokens a pass"
         for r in result["records"]
@@ -74,23 +68,16 @@ def _ours(result: Result) -> str:
 
 
 def _table(result: Result) -> Table:
-    columns = columns_of(result["task"]["metrics"])
     rows: list[list[object]] = []
     for r in result["records"]:
-        quality = [show(r[kind][key]) for key in columns for kind, show in SHOWN.items()]
         row = [r["label"], r["num_stream_layers"], r["position"], f"{r['parameters']:,}"]
-        rows.append([*row, f"{r['mean_acceptance_length']:.2f}", *quality])
+        rows.append([*row, f"{r['mean_acceptance_length']:.2f}", *quality_cells(result["task"], r)])
     titles = ["adapter", "stream layers", "streams told apart by", "parameters", "mean acceptance length, 8 nodes"]
-    for title in columns.values():
-        titles += [f"{title}, %", "difference from the first"]
-    return titles, rows
-
-
-SHOWN = {"quality": percent, "difference": signed_percent}
+    return [*titles, *quality_titles(result["task"])], rows
 
 
 def _by_layers(result: Result) -> Chart:
-    key, title = _metric(result)
+    key, title = first_metric(result["task"])
     lines = []
     for position in dict.fromkeys(record["position"] for record in result["records"]):
         found = [r for r in result["records"] if r["position"] == position]

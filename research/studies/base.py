@@ -93,9 +93,10 @@ class Setup:
         split = "test" if self.suite in TASKS else "all"
         return Application.read(self.suite, data=self.data, split=split, limit=self.limit)
 
-    def encoded(self, target: Target) -> list[list[int]]:
-        """The prompts in the target's chat template."""
-        return [list(chat_ids(target.tokenizer, prompt.asked, model=target.name)) for prompt in self.prompts]
+    def encoded(self, target: Target, prompts: Sequence[SuitePrompt] | None = None) -> list[list[int]]:
+        """Prompts (None: the suite's) in the target's chat template."""
+        asked = self.prompts if prompts is None else prompts
+        return [list(chat_ids(target.tokenizer, prompt.asked, model=target.name)) for prompt in asked]
 
     @property
     def shown_draft(self) -> str:

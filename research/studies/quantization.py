@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 from anabranch.api import Model
-from anabranch.bench.quality import columns_of
 from anabranch.bench.suites import Application
-from anabranch.support.table import percent, signed_percent
+from anabranch.support.table import percent
 from anabranch.tasks import sample
 from studies.base import Chart, Line, Result, Setup, Study, Table, spread
 from studies.speed import PLAIN, alone, by_name, facts
-from task_scores import answers, compared, scores_of
+from task_scores import answers, compared, first_metric, quality_cells, quality_titles, scores_of
 
 __all__ = ["PRINTED", "STUDY"]
 
@@ -57,7 +56,7 @@ def _format(result: Result, weights: str) -> str:
 
 
 def _ours(result: Result) -> str:
-    key, title = next(iter(columns_of(result["task"]["metrics"]).items()))
+    key, title = first_metric(result["task"])
     found = [(_format(result, weights), r) for weights, r in _streams(result).items() if r]
     speeds = ", ".join(f"{name} {r['speedup_quartiles'][1]:.2f}x" for name, r in found)
     scores = ", ".join(percent(each["quality"][key]) for each in result["by_weights"].values())
@@ -65,7 +64,6 @@ def _ours(result: Result) -> str:
 
 
 def _table(result: Result) -> Table:
-    columns = columns_of(result["task"]["metrics"])
     rows: list[list[object]] = []
     for weights, record in _streams(result).items():
         kind, printed, exact = PRINTED[weights]
@@ -76,13 +74,10 @@ def _table(result: Result) -> Table:
             measured = [f"{record['mean_acceptance_length']:.2f}", f"{record['tokens_per_second']:.1f}", speed]
         plain = by_name(found["records"])[PLAIN]
         row = [_format(result, weights), f"{plain['tokens_per_second']:.1f}", *measured]
-        for key in columns:
-            row += [percent(found["quality"][key]), signed_percent(found["difference"][key])]
+        row += quality_cells(result["task"], found)
         rows.append([*row, f"{printed}, {exact:.2f} ({kind})"])
     titles = ["weights", "plain tokens/s", "mean acceptance length", "tokens/s", "times plain (quartiles)"]
-    for title in columns.values():
-        titles += [f"{title}, %", "difference from the first"]
-    return [*titles, "the paper's speedup and exact match"], rows
+    return [*titles, *quality_titles(result["task"]), "the paper's speedup and exact match"], rows
 
 
 def _chart(result: Result) -> Chart:

@@ -51,7 +51,7 @@ def alone(
     """
     target = loaded.target
     asked = setup.prompts if prompts is None else prompts
-    encoded: list[Encoded] = [(each, chat_ids(target.tokenizer, each.asked, model=target.name)) for each in asked]
+    encoded: list[Encoded] = list(zip(asked, setup.encoded(target, asked), strict=True))
     warm = chat_ids(target.tokenizer, load_suite("own", limit=1)[0].text, model=target.name)
     found = one_row(
         loaded,

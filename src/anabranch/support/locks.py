@@ -19,7 +19,9 @@ LOCKLESS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # what file systems with
 
 @contextmanager
 def alone(lock: Path, *, busy: str, failed: str, advice: str) -> Iterator[None]:
-    """Hold the lock file meanwhile, which stays behind, empty; on a file system without locks, warn and go on.
+    """Hold a lock file while the block runs; the empty file is left behind.
+
+    On a file system without locks, a warning is logged and the block runs without one.
 
     busy            the message where another process holds it
     failed, advice  what cannot be written where the lock file cannot, and what to do
