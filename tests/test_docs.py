@@ -180,6 +180,7 @@ def check_numbers(*scripts: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.thorough
 def test_numbers_are_those_of_the_result_files() -> None:
     assert check_numbers(*(ROOT / "research" / name for name in GENERATORS)) == (0, "")
 

@@ -76,6 +76,7 @@ def test_what_is_predicted_to_be_fastest_is_checked(found: Fit) -> None:
         assert str(parse_spec(spec)) == spec
 
 
+@pytest.mark.thorough
 def test_larger_drafts_and_wider_passes_cost_no_less(found: Fit) -> None:
     for times in found.times.groups.values():
         for table in (times.passes, times.draft, times.prepare):
@@ -94,6 +95,7 @@ def test_a_step_costs_what_it_verifies_drafts_and_prepares() -> None:
     assert times.to_dict() == {"pass": "1:5/8:6.4", "draft": "4:1/8:2", "prepare": "1:0.5/3:0.7"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "spec",
     [
