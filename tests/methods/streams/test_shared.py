@@ -97,7 +97,7 @@ QUICK = [("gemma2", "pruned"), ("gpt2", "tree"), *(("llama", name) for name in O
 DECODED = [
     pytest.param(case, name, marks=() if (case, name) in QUICK else pytest.mark.thorough)
     for case in ("gemma2", "gpt2", "llama", "mistral", "phi", "qwen3")
-    for name in (DRAFTERS if case in ("gemma2", "llama") else OFTEN)
+    for name in (DRAFTERS if case in ("gemma2", "llama") else ("tree", "combined"))
 ]
 
 
