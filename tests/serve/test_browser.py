@@ -388,13 +388,14 @@ def test_pictures_of_the_documentation(open_page: OpenPage, tmp_path: Path, sche
         ask(page, "Name three rivers in Europe and describe each in one sentence.")
         page.get_by_role("button", name="Compare with plain decoding").click()
         page.get_by_text("times plain decoding").wait_for()
-        slider = page.get_by_role("slider")
+        slider, usable = page.get_by_role("slider"), []
         for step in range(1, int(slider.get_attribute("max")) + 1):
             slider.fill(str(step))
-            counts = [page.locator(f"#tree .{state}.node").count() for state in ("accepted", "rejected")]
-            if counts[0] >= 3 and 2 <= counts[1] <= 9:
-                break
-        assert min(counts) > 0
+            accepted, rejected = (page.locator(f"#tree .{state}.node").count() for state in ("accepted", "rejected"))
+            # the last step may show no token
+            if accepted and rejected and page.locator(".t.now").count():
+                usable.append((accepted >= 3 and 2 <= rejected <= 9, -step))
+        slider.fill(str(-max(usable)[1]))  # drafts depend on measured costs, so a clear step may be lacking
         page.locator(".t.now").first.hover()
         where.mkdir(parents=True, exist_ok=True)
         path = where / f"page-{scheme}.png"
