@@ -55,9 +55,9 @@ def quality_titles(task: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def quality_cells(task: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What ``compared`` returned, in percent: for each column, the quality and its difference."""
+def quality_cells(task: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
+    """Table cells of a result of ``compared``: each metric and its difference from the first result, in percent."""
     cells = []
     for key in columns_of(task["metrics"]):
-        cells += [percent(found["quality"][key]), signed_percent(found["difference"][key])]
+        cells += [percent(record["quality"][key]), signed_percent(record["difference"][key])]
     return cells

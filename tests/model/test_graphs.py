@@ -55,7 +55,7 @@ def drafts_of(steps: list[list[Step]]) -> list[list[list[int]]]:
     return [[step.tree.tokens.tolist() for step in row] for row in steps]
 
 
-# every drafter on one family, some for a single row too; each other family with streams that ride or that trail
+# every drafter on one family, some for a single row too; riding or trailing streams on each of the others, in turn
 OTHERS = [case for case in sorted(CASES) if case != "llama"]
 CHOSEN = [
     *product(("llama",), DRAFTERS, (3,)),

@@ -312,7 +312,7 @@ def test_an_idle_connection_stays_open(toys: ToyFolders) -> None:
 def test_a_soak_leaves_nothing_behind(toys: ToyFolders, tmp_path: Path) -> None:
     """Also the script's own smoke test: its requests are answered, and it sees memory and files.
 
-    Server and clients share one core, as in the hour-long run, so that the tests beside it have the other.
+    Server and clients share one core, as in the hour-long run, which leaves the other core to other tests.
     """
     script, out = ROOT / "scripts" / "soak_server.py", tmp_path / "soak.json"
     options = ["--adapter", str(toys.adapter), "--dtype", "float32", "--device", "cpu"]
