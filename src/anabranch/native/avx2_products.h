@@ -21,6 +21,9 @@ inline __m256 weights8(const bf16* w) {
   return _mm256_castsi256_ps(one);
 }
 
+// sum += a b in the register of the sum: GCC writes some sums into that of ``a``, and then has too few registers
+inline void add_in_place(__m256& sum, __m256 a, __m256 b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
+
 // acc[m] += x[m] . w over k, for VECTORS vectors of 8 outputs
 template <int PART, int ROWS, int VECTORS, class P>
 inline void add_product(const float* x, int64_t stride, const P* w, __m256 (&acc)[ROWS][VECTORS]) {
@@ -43,7 +46,7 @@ inline void add_product(const float* x, int64_t stride, const P* w, __m256 (&acc
     for (int m = 0; m < ROWS; ++m) {
       const __m256 value = _mm256_broadcast_ss(x + m * stride + PART);
 #pragma GCC unroll 8
-      for (int j = 0; j < VECTORS; ++j) acc[m][j] = _mm256_fmadd_ps(value, weight[j], acc[m][j]);
+      for (int j = 0; j < VECTORS; ++j) add_in_place(acc[m][j], value, weight[j]);
     }
   }
 }
