@@ -234,7 +234,7 @@ def train_adapter(
 
     def packed() -> Decoder:
         saves = recipe.options.target_format == "nf4" or options.get("shard_target", False)
-        return target.decoder if saves else packed_copy(target)  # not in the memory that was to be saved
+        return target.decoder if saves else packed_copy(target)  # a copy would take the memory that these save
 
     def make(training: Sequence[Example]) -> tuple[TrainedModule, str | None]:
         vocabulary = _vocabulary(target, recipe, training)
