@@ -1,7 +1,7 @@
 """Write the results of docs/comparison.md, and a chart, from benchmarks/methods-*.json.
 
 The page begins with the results of targets of 0.5 billion parameters or more (methods-qwen*), one for each kind of
-machine. Those of the default model (the other methods-*) follow, with each method in the newest that has it only.
+machine. Those of the default model (the other methods-*) follow.
 
 python research/comparison_page.py            # write
 python research/comparison_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -9,7 +9,7 @@ python research/comparison_page.py --check    # write nothing; exit 1 and name e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import by_target
 import larger_targets
@@ -37,6 +37,7 @@ DEFAULT = "<!-- default: research/comparison_page.py -->", "<!-- end of default 
 TARGETS = "<!-- targets: research/comparison_page.py -->", "<!-- end of targets -->"
 LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->"
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
+COPIED = {"methods-epyc-avx512-2cores-2026-11-25": ("streams",)}  # a 4-bit copy of the target drafted before them
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
     ("Mean acceptance length by task", "", acceptance),
@@ -77,14 +78,9 @@ def _date(result: tuple[str, Result]) -> str:
     return str(result[1]["environment"]["date"])
 
 
-def newest(results: Mapping[str, Result]) -> dict[str, Result]:
-    """The results, each without the methods that a newer one has."""
-    found, seen = {}, set[str]()
-    for stem, result in sorted(results.items(), key=_date, reverse=True):
-        left = [method for method in result["compared"] if method["name"] not in seen]
-        seen |= {method["name"] for method in left if method.get("parts")}
-        found[stem] = {**result, "compared": left}
-    return found
+def without(result: Result, names: Sequence[str]) -> Result:
+    """The result without some of its methods."""
+    return {**result, "compared": [method for method in result["compared"] if method["name"] not in names]}
 
 
 def sections(result: Result, level: str) -> list[str]:
@@ -113,7 +109,7 @@ def outputs() -> dict[str, str]:
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
     text = between(PAGE, text, LARGER, larger_targets.lines())
     every = stored("methods-*.json")
-    small = newest({stem: each for stem, each in every.items() if "-qwen" not in stem})
+    small = {stem: without(each, COPIED.get(stem, ())) for stem, each in every.items() if "-qwen" not in stem}
     text = between(PAGE, text, DEFAULT, default(small))
     compared = [(stem, each) for stem, each in every.items() if "-qwen" in stem]
     larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))  # two cores first
