@@ -74,6 +74,7 @@ def _newest(results: Mapping[str, Result], nodes: int) -> Iterator[tuple[str, Ce
                     facts = method["facts"]
                     seen = None if facts.get("init") else facts.get("answer_tokens", 0) * facts.get("epochs", 0) / 1e6
                     length, speedup = record["mean_acceptance_length"], record["speedup_total"]
+                    # a trained draft model is labelled with the name of its folder
                     name = "draft_model" if method["name"] == "draft-model" else method["name"]
                     yield name, Cell(record["name"], length, speedup, seen, source)
         return

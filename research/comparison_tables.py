@@ -56,9 +56,8 @@ PRINTED = {
     ),
     "medusa-paper:tree=sparse": Printed(
         *(2.67, "the ACL version (Vicuna-7B)"),
-        "Further epochs on these completions bring nothing (see above), and larger drafts some: on held-out "
-        "completions, the best 4, 8 and 16 nodes give 1.53, 1.69 and 1.80. What other texts or a larger target would "
-        "give, this run does not tell.",
+        "Further epochs on these completions bring nothing, and larger drafts bring little (see above). What other "
+        "texts or a larger target would give, this run does not tell.",
     ),
     "lookahead": Printed(
         *(2.08, "ACL table 6 (Llama-2-Chat-7B)"),
