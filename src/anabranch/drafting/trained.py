@@ -120,8 +120,8 @@ class Trained:
     begin      (module with fresh weights, trained module): copy the trained weights into the fresh module, which may be
                larger. Raises InputError that names what does not fit
     adopt      (recipe, a trained module's config): the recipe with that shape, but for what the user has set
-    fresh      (target, module with fresh weights, training examples, function that returns a decoder): take from the
-               target what training begins with; the decoder runs its passes, packed where that is faster
+    fresh      (target, module with fresh weights, training examples, the decoder for passes without gradients): take
+               from the target what training begins with
     export     (folder, trained module, target): write the module in a form of its own beside the adapter, if there is
                one; the folder ``model`` inside the adapter's, and others beside it, receive it. Returns the module to
                store and the target that it belongs to where training has made another target, otherwise None
@@ -137,7 +137,7 @@ class Trained:
     begin: Callable[[Any, Any], None]
     adopt: Callable[[Recipe, Any], Recipe] = adopt_shape
     export: Callable[[Path, Any, Target], tuple[TrainedModule, Target] | None] | None = None
-    fresh: Callable[[Decoder, Any, Sequence[Example], Callable[[], Decoder]], None] | None = None
+    fresh: Callable[[Decoder, Any, Sequence[Example], Decoder], None] | None = None
     rider: Callable[[Decoder, Any], Rider | None] = lambda target, module: None
     packed: Callable[[Recipe], bool] = lambda recipe: False
     published: tuple[Layout, ...] = ()

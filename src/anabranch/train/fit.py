@@ -85,14 +85,15 @@ class Subject:
     """A module to train.
 
     name       of the method, which a run in a folder belongs to
-    make       training examples -> the module with its initial weights, and what the record says of them, if anything
+    make       (training examples, the decoder for passes without gradients) -> the module with its initial weights, and
+               what the record says of them, if anything
     objective  as ``Trained.learn``
     packed     as ``Trained.packed``
     packs      whether the training runs the frozen target often, so that a packed copy of it pays
     """
 
     name: str
-    make: Callable[[Sequence[Example]], tuple[Trainable, str | None]]
+    make: Callable[[Sequence[Example], Decoder], tuple[Trainable, str | None]]
     objective: Callable[..., Objective[Any]]
     packs: bool = True
     packed: Callable[[Recipe], bool] = lambda recipe: False
@@ -128,9 +129,11 @@ def fit(
     reserved = {example.question for example in own}
     training, held_out = divided([e for e in examples if e.question not in reserved], validation, recipe)
     torch.manual_seed(recipe.options.seed)  # for the initial weights; besides, only the order of batches is random
-    module, begun = subject.make(training)
     stored, sharding = read_checkpoint(run) if resume else None, options.get("shard_target", False)
-    learner, frozen, arithmetic = _decoders(target, subject, module, recipe, processes, stored, sharding=sharding)
+    saving = sharding or recipe.options.target_format == "nf4"  # memory, which a copy would take
+    frozen = packed_copy(target) if subject.packs and not saving else target.decoder
+    module, begun = subject.make(training, frozen)
+    learner, arithmetic = _learner(target, subject, module, recipe, processes, stored, sharding=sharding)
     objective = subject.objective(learner, module, recipe, frozen=frozen)
     whose = {"method": subject.name, "target": target.fingerprint[:12], "quantize": target.quantize}
     plan = {**whose, **_made_with(recipe), ARITHMETIC: arithmetic}
@@ -242,7 +245,7 @@ def packed_copy(target: Target) -> Decoder:
     return copied if pack_decoder(copied) else target.decoder
 
 
-def _decoders(
+def _learner(
     target: Target,
     subject: Subject,
     module: Trainable,
@@ -251,8 +254,8 @@ def _decoders(
     stored: Mapping[str, Any] | None,
     *,
     sharding: bool,
-) -> tuple[Decoder, Decoder, str]:
-    """The decoders for passes with and without gradients, and the arithmetic of the former.
+) -> tuple[Decoder, str]:
+    """The decoder for passes with gradients, and its arithmetic.
 
     stored  the record of the run's checkpoint, whose arithmetic is kept
 
@@ -267,18 +270,16 @@ def _decoders(
                 "load it with quantize='none'"
             )
         products = processes.broadcast(chosen_products(target.decoder, form, stored))
-        return packed_learner(target.decoder, module.lowest, products), target.decoder, products
+        return packed_learner(target.decoder, module.lowest, products), products
     dtype = target.decoder.dtype
     if sharding:
         if form != "stored":
             raise CapabilityError(f"a target in {form} cannot be sharded; leave --target-format or --shard-target out")
         processes.shard(target.decoder)
-        return target.decoder, target.decoder, str(dtype)
+        return target.decoder, str(dtype)
     if form != "nf4":
         dtype = processes.broadcast(chosen_dtype(target.decoder, form, stored))
-    learner = learner_of(target.decoder, form, dtype)
-    frozen = packed_copy(target) if subject.packs and form != "nf4" else target.decoder
-    return learner, frozen, str(dtype)
+    return learner_of(target.decoder, form, dtype), str(dtype)
 
 
 def stored_target(target: Target) -> Target:

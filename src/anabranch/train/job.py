@@ -27,7 +27,7 @@ from anabranch.support.appended import settings_path
 from anabranch.support.files import check_folder
 from anabranch.support.jsonfiles import read_json
 from anabranch.train.data import Sourced, check_first, frequent_tokens, read_examples, read_texts
-from anabranch.train.fit import RunOptions, Subject, fit, packed_copy
+from anabranch.train.fit import RunOptions, Subject, fit
 from anabranch.train.sounds import WindowReader
 
 if TYPE_CHECKING:
@@ -232,15 +232,11 @@ def train_adapter(
     start = start_folder(init, recipe, method, target)
     recipe = adopted(recipe, method, start)
 
-    def packed() -> Decoder:
-        saves = recipe.options.target_format == "nf4" or options.get("shard_target", False)
-        return target.decoder if saves else packed_copy(target)  # a copy would take the memory that these save
-
-    def make(training: Sequence[Example]) -> tuple[TrainedModule, str | None]:
+    def make(training: Sequence[Example], frozen: Decoder) -> tuple[TrainedModule, str | None]:
         vocabulary = _vocabulary(target, recipe, training)
         module = trained.make(target.config, recipe.config, vocabulary).to(target.decoder.device)
         if trained.fresh is not None:
-            trained.fresh(target.decoder, module, training, packed)
+            trained.fresh(target.decoder, module, training, frozen)
         return module, None if start is None else begin(method, module, start, target)
 
     processes = options.get("processes")

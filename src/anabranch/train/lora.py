@@ -120,7 +120,7 @@ def train_lora(
     if target.lora is not None:
         raise CapabilityError("a LoRA belongs to a model without one; continue the training of a LoRA with --init")
 
-    def make(training: Sequence[Example]) -> tuple[LoraLayers, str | None]:
+    def make(training: Sequence[Example], frozen: Decoder) -> tuple[LoraLayers, str | None]:
         lora = fresh_lora(target.config, recipe.config) if init is None else read_lora(Path(init), target.config)
         return LoraLayers(target.config, lora).to(target.decoder.device), None if init is None else Path(init).name
 

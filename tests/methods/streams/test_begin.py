@@ -65,7 +65,7 @@ def test_the_start_of_a_training() -> None:
         torch.set_num_threads(count)
         torch.manual_seed(0)
         adapter = StreamAdapter(target.config, LITERAL)
-        start_streams(target, adapter, EXAMPLES, lambda: target)
+        start_streams(target, adapter, EXAMPLES, target)
         assert torch.get_num_threads() == count
         found.append(adapter)
     torch.set_num_threads(threads)
@@ -74,6 +74,6 @@ def test_the_start_of_a_training() -> None:
     assert set(found[0].rates()) == {"embeddings", "layers.0.mlp.up", "layers.1.mlp.up"}
     assert all(rate >= 1 and math.log2(rate) % 1 == 0 for rate in found[0].rates().values())
     beside = StreamAdapter(target.config, replace(LITERAL, stream_mlp="mlp+adapter"))
-    start_streams(target, beside, EXAMPLES, lambda: target)
+    start_streams(target, beside, EXAMPLES, target)
     assert not beside.rates()
     assert not any(layer.mlp.up.any() for layer in beside.layers)  # type: ignore[operator,union-attr]

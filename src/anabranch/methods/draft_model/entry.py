@@ -53,7 +53,7 @@ TRAINED = Trained(
     objective=DraftObjective,
     describe=_describe,
     begin=begin_with,
-    fresh=lambda target, module, examples, packed: start_from_target(target, module),
+    fresh=lambda target, module, examples, frozen: start_from_target(target, module),
     export=export,
 )
 

@@ -55,7 +55,7 @@ TRAINED = Trained(
     objective=partial(HeadObjective, draft=HydraDraft),
     describe=_describe,
     begin=begin_with,
-    fresh=lambda target, module, examples, packed: start_from_target(target, module),
+    fresh=lambda target, module, examples, frozen: start_from_target(target, module),
     published=LAYOUTS,
 )
 

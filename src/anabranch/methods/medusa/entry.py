@@ -64,7 +64,7 @@ TRAINED = Trained(
     describe=described,
     begin=begin_with_heads,
     export=export_tuned,
-    fresh=lambda target, module, examples, packed: start_from_target(target, module),
+    fresh=lambda target, module, examples, frozen: start_from_target(target, module),
     published=LAYOUTS,
 )
 

@@ -83,7 +83,7 @@ TRAINED = Trained(
     objective=mask_objective,
     describe=_describe,
     begin=begin_with,
-    fresh=lambda target, module, examples, packed: start_from_target(target, module),
+    fresh=lambda target, module, examples, frozen: start_from_target(target, module),
     export=export_tuned,
 )
 

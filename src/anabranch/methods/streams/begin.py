@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,12 +30,10 @@ ROWS = 4096  # of completions, that MLPs are approximated on
 RIDGE = 1e-2  # of the inputs' mean square: directions that these rows do not fill stay at zero
 
 
-def start_streams(
-    target: Decoder, adapter: StreamAdapter, examples: Sequence[Example], packed: Callable[[], Decoder]
-) -> None:
+def start_streams(target: Decoder, adapter: StreamAdapter, examples: Sequence[Example], frozen: Decoder) -> None:
     """Set weights and learning rates from what the target computes on ``examples``, which training uses.
 
-    packed  returns the decoder that runs the layers below the streams', as in ``Trained.fresh``
+    frozen  runs the layers below the streams', as in ``Trained.fresh``
 
     Raises CapabilityError for adapters in the place of an encoder-decoder target's MLPs: ``mlp_rows`` reads no source.
     """
@@ -49,7 +47,7 @@ def start_streams(
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)  # a resumed run begins with the same weights, whatever its threads
-            reproduce_mlps(target, adapter, examples, packed())
+            reproduce_mlps(target, adapter, examples, frozen)
         finally:
             torch.set_num_threads(threads)
 
@@ -101,7 +99,7 @@ class _Recorder(nn.Module):
 
 @torch.no_grad()
 def reproduce_mlps(
-    target: Decoder, adapter: StreamAdapter, examples: Sequence[Example], packed: Decoder | None = None
+    target: Decoder, adapter: StreamAdapter, examples: Sequence[Example], frozen: Decoder | None = None
 ) -> None:
     """Start adapters in the MLP's place as its approximation by their rank, on the completions' own main rows.
 
@@ -110,7 +108,7 @@ def reproduce_mlps(
     regression), and ``up`` is least squares on what they give. ``up`` is as large as the states, and learns in
     proportion to its size.
     """
-    for index, (x_MD, y_MD) in mlp_rows(target, adapter, examples, packed).items():
+    for index, (x_MD, y_MD) in mlp_rows(target, adapter, examples, frozen).items():
         term = adapter.layer(index).mlp
         assert term is not None
         down = _directions(x_MD, y_MD, len(term.down))
@@ -122,11 +120,11 @@ def reproduce_mlps(
 
 @torch.no_grad()
 def mlp_rows(
-    target: Decoder, adapter: StreamModule, examples: Sequence[Example], packed: Decoder | None = None
+    target: Decoder, adapter: StreamModule, examples: Sequence[Example], frozen: Decoder | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """The inputs and outputs of the MLP of each of the streams' layers [M, D], of up to ROWS rows of completions.
 
-    packed  runs the layers below in the target's place
+    frozen  runs the layers below in the target's place
     """
     pairs: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in range(adapter.start, len(target.blocks))}
     count = 0
@@ -135,7 +133,7 @@ def mlp_rows(
             break
         batch, first = Batch.of([example]), len(example.prompt_ids) - 1
         run = TextPass(target, batch.tokens_BT.to(target.device))
-        x = run_frozen(target, batch, frozen=packed, taps=(adapter.start,)).taps[adapter.start]
+        x = run_frozen(target, batch, frozen=frozen, taps=(adapter.start,)).taps[adapter.start]
         for index, rows_of_layer in pairs.items():
             recorder = _Recorder(first)
             x = run.layer(index, x, recorder)
