@@ -93,6 +93,7 @@ def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.measured > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_cuda")
 def test_loss_and_evaluation() -> None:
     """The forward part of training: autograd cannot be run on a pretended device."""

@@ -150,6 +150,7 @@ def test_a_whole_text_is_that_of_decoding_at_once(ids: list[int], size: int) -> 
     assert detokenizer.kept == len(ids)
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=12), SIZES)
 def test_characters_come_whole(text: str, sizes: list[int]) -> None:

@@ -33,6 +33,7 @@ def hasty(toys: ToyFolders, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_measurements_have_the_defaults_of_the_generation_config(toys: ToyFolders, hasty: Path) -> None:
     model, usual = load(str(hasty), dtype="float32"), load(str(toys.model), dtype="float32")
     text = "the river"

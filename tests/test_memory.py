@@ -238,15 +238,9 @@ def test_a_cache_that_grew_in_inference_mode_is_written_outside_of_it(native: bo
     assert cache.keys.sum() == ones.numel()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("spec", "memory"),
-    [
-        *(("none", 300), ("streams:tree=6", 110)),
-        *(
-            pytest.param(spec, memory, marks=pytest.mark.thorough)
-            for spec, memory in (("none", 110), ("none", 900), ("streams:tree=6", 300), ("streams:tree=6", 900))
-        ),
-    ],
+    ("spec", "memory"), [(spec, memory) for spec in ("none", "streams:tree=6") for memory in (110, 300, 900)]
 )
 def test_rows_wait_where_memory_does_not_suffice(spec: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, and with the same text; the first one is not slowed down by the others."""

@@ -78,6 +78,7 @@ def test_a_call_drafts_with_the_adapter_that_it_names(toys: ToyFolders, second: 
         model.generate(PROMPT, adapter="second")
 
 
+@pytest.mark.thorough
 def test_a_lora_is_decoded_with_the_adapter_of_its_name(toys: ToyFolders, second: Path, tmp_path: Path) -> None:
     adapter, inside = with_lora(toys, tmp_path / "sql", 5, inside=True)
     other, apart = with_lora(toys, tmp_path / "notes", 6, inside=False)

@@ -90,6 +90,7 @@ def test_the_loss_is_that_of_the_target_and_of_the_masks() -> None:
     assert nearly_none == pytest.approx(3 * float(wanted[rows, places].sum()), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_training_lowers_the_loss_of_both_and_raises_acceptance() -> None:
     target, texts = small(), completions(small())
     torch.manual_seed(0)

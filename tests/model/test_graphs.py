@@ -29,8 +29,6 @@ from anabranch.sampling import SamplingParams
 from pretended import CUDA, there
 from small import CASES, RICH, decode, request, small, small_adapter
 
-thorough = pytest.mark.thorough
-
 
 def drafted(target: Decoder, config: StreamConfig = RICH, **options: Any) -> StreamDrafter:
     tree = options.pop("tree", StreamSettings(nodes=10, k=4))
@@ -88,14 +86,9 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "sampling"),
-    [
-        pytest.param(name, how, marks=() if (name, how) == ("combined", "penalty") else thorough)
-        for name in ("ride", "trail", "combined")
-        for how in SAMPLING
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["ride", "trail", "combined"])
+@pytest.mark.parametrize("sampling", SAMPLING)
 def test_sampling(name: str, sampling: str) -> None:
     requests = [request(n, n, 20, sampling=SAMPLING[sampling], log_probs=True) for n in (9, 4)]
     wanted, _ = decode(small(), requests)

@@ -67,6 +67,7 @@ def test_trees_take_no_more_kernels_than_a_token() -> None:
     assert work.reads == 2
 
 
+@pytest.mark.thorough
 def test_a_step_with_streams_takes_at_most_300_kernels_and_one_read() -> None:
     work = steps("streams:tree=8")
     assert sum(work.kernels.values()) <= 2 * 300

@@ -284,6 +284,7 @@ def test_threads_and_processes_compile_once(home: Path, quick: Path) -> None:
     assert quick.read_text() == "first\n"
 
 
+@pytest.mark.thorough
 def test_structs_have_the_sizes_and_fields_that_the_compiler_sees(tmp_path: Path) -> None:
     if (command := build.compiler()) is None:
         pytest.skip("there is no compiler")

@@ -51,6 +51,7 @@ def test_plans(capacity: Any) -> None:
         capacity.points_of([], "auto")
 
 
+@pytest.mark.thorough
 def test_the_page_has_the_numbers_of_the_script(
     capacity: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_windows_are_those_of_transcribe_and_a_run_goes_on(model: Model, files: Path, tmp_path: Path) -> None:
     out, listed = tmp_path / "answers.jsonl", found_sounds([files])
     done = write_transcripts(model.target, listed, out, rows=2, language="en")

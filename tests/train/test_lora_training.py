@@ -118,6 +118,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_terms(toys: ToyFolders, tmp_
     assert "# LoRA for model" in (tmp_path / "whole" / "README.md").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 def test_from_completions_to_a_lora(anabranch: Anabranch, toys: ToyFolders, tmp_path: Path) -> None:
     lines = [{"prompt_ids": e.prompt_ids, "answer_ids": e.answer_ids, "source": e.source} for e in EXAMPLES]
