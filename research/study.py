@@ -157,7 +157,7 @@ def main() -> None:
     args = parse()
     if args.list or args.study is None:
         for name, study in MEASURED.items():
-            print(f"{name:14}{study.papers}: {study.title}")
+            print(f"{name:26}{study.papers}: {study.title}")
         return
     study = MEASURED[args.study]
     try:

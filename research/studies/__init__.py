@@ -34,6 +34,8 @@ STUDIES: tuple[Study, ...] = (
     lossless.STUDY,
     learning.STUDY,
     learning.LARGER,
+    learning.COMPARED,
+    learning.PARTS,
     overhead.STUDY,
     branching.STUDY,
     adapters.LAYERS,

@@ -10,9 +10,9 @@ from anabranch.errors import InputError
 from anabranch.train.checkpoint import read_log
 from studies.base import Chart, Line, Result, Setup, Study, Table
 
-__all__ = ["LARGER", "STUDY"]
+__all__ = ["COMPARED", "LARGER", "PARTS", "STUDY"]
 
-PARTS = 12  # of a run, over whose lines the loss is averaged
+POINTS = 12  # of a run, over whose lines the loss is averaged
 SIZES = ("4 nodes", "8 nodes")
 STEADY = 0.01  # a gain below this share is none
 
@@ -21,7 +21,7 @@ def _curve(record: dict[str, Any], log: list[dict[str, Any]]) -> dict[str, Any]:
     """Loss by tokens seen, averaged in parts of the run, and the held-out evaluations, the last at its end."""
     training, measured = record["training"], record["measured"]
     tokens = training["options"]["epochs"] * training["answer_tokens"] / log[-1]["steps"]
-    size, losses = max(1, len(log) // PARTS), []
+    size, losses = max(1, len(log) // POINTS), []
     for first in range(0, len(log), size):
         part = log[first : first + size]
         losses.append([round(part[-1]["step"] * tokens), round(sum(line["loss"] for line in part) / len(part), 4)])
@@ -130,4 +130,32 @@ LARGER = replace(
     command="python research/study.py learning_larger --model MODEL.gguf --adapter paper-lossless=FOLDER "
     "--adapter medusa-paper=FOLDER --adapter medusa=FOLDER --adapter hydra=FOLDER --adapter streams=FOLDER "
     "--out benchmarks/study-learning_larger-DATE.json",
+)
+
+COMPARED = replace(
+    STUDY,
+    name="learning_compared",
+    title="Trainings of the comparison on the default model",
+    measures="The same, of the adapters of [the comparison on 120 prompts](comparison.md#on-the-default-model). All "
+    "saw the same 0.3 million completion tokens 3.1 times; `paper-lossless` was to stop after three evaluations "
+    "without gain. One or two trainings ran at a time, with pauses and other jobs beside them. They are those of "
+    "`WORDS=8192 EPOCHS=3.1 EVERY=400 research/train_methods`.",
+    command="python research/study.py learning_compared --adapter paper-lossless=ADAPTERS/paper-lossless "
+    "--adapter medusa-paper=ADAPTERS/medusa-paper --adapter hydra-paper=ADAPTERS/hydra-paper "
+    "--out benchmarks/study-learning_compared-DATE.json",
+)
+
+PARTS = replace(
+    STUDY,
+    name="learning_parts",
+    papers="ACL sections 2.1 and 2.4, lossless mode",
+    title="The paper's lossless form with one part changed",
+    measures="The same, of the lossless form and of others that differ from it in one part, which the option of "
+    "`anabranch train streams` names. The trainings are short and of equal length: they compare beginnings. Two "
+    "trainings ran at a time, with other jobs beside them. The trainings are those of `WORDS=8192 EPOCHS=0.3 EVERY=200 "
+    "research/train_methods`, with the name of a row as METHOD.",
+    paper="none of this",
+    differs="a target of 135M parameters, a draft vocabulary of 8,192 tokens, 0.1 million completion tokens",
+    command="python research/study.py learning_parts --adapter PARTS/paper-lossless "
+    "--adapter 'PARTS/paper-lossless --root-width 512' ... --out benchmarks/study-learning_parts-DATE.json",
 )
