@@ -54,6 +54,17 @@ PRINTED = {
         "pass, with one of 7B about a thirtieth of one. Acceptance is that of 100 thousand tokens of completions and "
         "of a target of 135M parameters; which of the two holds it down, this run does not tell.",
     ),
+    "paper-lossless:placement=ride": Printed(
+        *(3.52, "ACL table 6 (Vicuna-7B)"),
+        "Its training is level. Each draft token is scored without the tokens above it; of the parts that were "
+        "[changed alone](reproduction.md#the-papers-lossless-form-with-one-part-changed), conditioning the scores on "
+        "them gains the most. What the literal form reaches on a target of 7B, this run does not tell.",
+    ),
+    "hydra-paper": Printed(
+        *(3.70, "ACL table 6 (Vicuna-7B)"),
+        "Its training still gains a little at its end (see above). What other texts or a larger target would give, "
+        "this run does not tell.",
+    ),
     "medusa-paper:tree=sparse": Printed(
         *(2.67, "the ACL version (Vicuna-7B)"),
         "Further epochs on these completions bring nothing, and larger drafts bring little (see above). What other "

@@ -157,5 +157,5 @@ PARTS = replace(
     paper="none of this",
     differs="a target of 135M parameters, a draft vocabulary of 8,192 tokens, 0.1 million completion tokens",
     command="python research/study.py learning_parts --adapter PARTS/paper-lossless "
-    "--adapter 'PARTS/paper-lossless --root-width 512' ... --out benchmarks/study-learning_parts-DATE.json",
+    "--adapter 'PARTS/paper-lossless --adapter-rank 128' ... --out benchmarks/study-learning_parts-DATE.json",
 )
