@@ -239,9 +239,8 @@ def test_a_cache_that_grew_in_inference_mode_is_written_outside_of_it(native: bo
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("spec", "memory"), [(spec, memory) for spec in ("none", "streams:tree=6") for memory in (110, 300, 900)]
-)
+@pytest.mark.parametrize("spec", ["none", "streams:tree=6"])
+@pytest.mark.parametrize("memory", [110, 300, 900])
 def test_rows_wait_where_memory_does_not_suffice(spec: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, and with the same text; the first one is not slowed down by the others."""
     target = small()

@@ -136,10 +136,10 @@ COMPARED = replace(
     STUDY,
     name="learning_compared",
     title="Trainings of the comparison on the default model",
-    measures="The same, of the adapters of [the comparison on 120 prompts](comparison.md#on-the-default-model). All "
-    "saw the same 0.3 million completion tokens 3.1 times; `paper-lossless` was to stop after three evaluations "
-    "without gain. One or two trainings ran at a time, with pauses and other jobs beside them. They are those of "
-    "`WORDS=8192 EPOCHS=3.1 EVERY=400 research/train_methods`.",
+    measures="Learning curves, as above, of the adapters in [the comparison on 120 "
+    "prompts](comparison.md#on-the-default-model). All were trained on the same 0.3 million completion tokens, 3.1 "
+    "times over; `paper-lossless` was set to stop after three evaluations without gain. At most two trainings ran at "
+    "a time, with pauses and other jobs beside them, by `WORDS=8192 EPOCHS=3.1 EVERY=400 research/train_methods`.",
     command="python research/study.py learning_compared --adapter paper-lossless=ADAPTERS/paper-lossless "
     "--adapter medusa-paper=ADAPTERS/medusa-paper --adapter hydra-paper=ADAPTERS/hydra-paper "
     "--out benchmarks/study-learning_compared-DATE.json",
@@ -150,10 +150,10 @@ PARTS = replace(
     name="learning_parts",
     papers="ACL sections 2.1 and 2.4, lossless mode",
     title="The paper's lossless form with one part changed",
-    measures="The same, of the lossless form and of others that differ from it in one part, which the option of "
-    "`anabranch train streams` names. The trainings are short and of equal length: they compare beginnings. Two "
-    "trainings ran at a time, with other jobs beside them. The trainings are those of `WORDS=8192 EPOCHS=0.3 EVERY=200 "
-    "research/train_methods`, with the name of a row as METHOD.",
+    measures="Learning curves, as above, of the literal lossless form and of variants that change one part of it. Each "
+    "variant is named by the options of `anabranch train streams` that change it. The trainings are short and equally "
+    "long, so they compare beginnings only. Two ran at a time, with other jobs beside them, by `WORDS=8192 EPOCHS=0.3 "
+    "EVERY=200 research/train_methods`, with the name of a row as METHOD.",
     paper="none of this",
     differs="a target of 135M parameters, a draft vocabulary of 8,192 tokens, 0.1 million completion tokens",
     command="python research/study.py learning_parts --adapter PARTS/paper-lossless "
