@@ -164,7 +164,7 @@ def test_every_cell_on_the_native_kernels(dtype: torch.dtype, quantize: str, kv:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "quantize"),
-    [(torch.float32, "int8"), (torch.float32, "int4"), (torch.bfloat16, "none"), (torch.float16, "none")],
+    [(torch.float32, "int4"), (torch.bfloat16, "none"), (torch.float16, "none")],
     ids=str,
 )
 def test_every_cell_in_every_type_in_pytorch(dtype: torch.dtype, quantize: str) -> None:
@@ -183,8 +183,8 @@ def test_every_pair_decodes_exactly_or_raises_its_sentence(packed: bool) -> None
     plain = plain_of(stand_in)
     for names in itertools.combinations([*(m.name for m in methods()), "streams:placement=ride"], 2):
         drafter = "+".join(names)
-        if not packed and zlib.crc32(drafter.encode()) % 3:
-            continue  # PyTorch takes three times as long as the kernels, so it decodes a third of the pairs
+        if not packed and zlib.crc32(drafter.encode()) % 6:
+            continue  # PyTorch takes three times as long as the kernels, so it decodes a sixth of the pairs
         said = supports(drafter, dtype="float32")
         if said:
             check_exact(stand_in, drafter, plain, rows=3)

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "memory_growth.py"
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 def test_memory_does_not_grow_with_drafters_and_prompts(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--new", "6", "--long", "3", "--length", "5000"]
+    command = [sys.executable, str(SCRIPT), "--new", "6", "--long", "3", "--length", "2500"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "held.json")], capture_output=True, text=True, timeout=1200
     )

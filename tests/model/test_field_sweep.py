@@ -347,9 +347,9 @@ def test_each_field_alone_with_several_values(family: str, folder: Path) -> None
     pairs: list[tuple[str, Any]] = []
     for field in sorted(own):
         first, *more = values(family, field)
-        # every other value in a third of the families
-        pairs += [(field, value) for value in (first, *(v for v in more if _share(3, family, field, v)), None)]
-    # each field of other families in an eighth of the families
-    foreign = [field for field in sorted({*others, *FOREIGN} - own) if _share(8, family, field)]
+        # null and every other value in a third of the families
+        pairs += [(field, value) for value in (first, *(v for v in (*more, None) if _share(3, family, field, v)))]
+    # each field of other families in a twelfth of the families
+    foreign = [field for field in sorted({*others, *FOREIGN} - own) if _share(12, family, field)]
     pairs += [(field, values(family, field)[0]) for field in foreign]
     assert sweep(family, folder, iter(pairs)) == ""

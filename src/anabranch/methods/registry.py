@@ -118,4 +118,5 @@ def make_drafter(text: str | Spec, target: Decoder, *modules: nn.Module | None) 
 
     Raises InputError for a name or setting that does not exist, CapabilityError for one that is not supported here.
     """
-    return spec.build(resolve_spec(text, *modules), target, modules)
+    with target.decoding():  # weights are merged and packed by many small operations (see ``pack_decoder``)
+        return spec.build(resolve_spec(text, *modules), target, modules)

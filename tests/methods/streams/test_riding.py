@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from anabranch.certify import certify
+from anabranch.methods import make_drafter
 from anabranch.methods.space.module import MaskConfig, MaskModule
-from anabranch.methods.streams.adapter import StreamAdapter, StreamModule
+from anabranch.methods.streams.adapter import StreamAdapter, StreamLayer, StreamModule
 from anabranch.methods.streams.recipes import StreamConfig
 from anabranch.methods.streams.rider import StreamRider
 from anabranch.model.backends import TorchBackend
+from anabranch.model.blocks import Block
 from anabranch.model.config import ModelConfig
 from anabranch.model.decoder import Decoder
 from anabranch.model.pack import pack_decoder
@@ -64,6 +66,22 @@ def made(
     assert pack_decoder(decoder)
     assert decoder.backend.kernels is not None
     return decoder, adapter.to(dtype)
+
+
+def test_weights_are_merged_on_one_of_pytorchs_threads(restored_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads wait for each other after each small operation, for long while another process is busy."""
+    target, adapter = made("llama", RICH)
+    merge, seen = StreamLayer.merge, set()
+
+    def watched(layer: StreamLayer, block: Block) -> None:
+        seen.add(torch.get_num_threads())
+        merge(layer, block)
+
+    monkeypatch.setattr(StreamLayer, "merge", watched)
+    torch.set_num_threads(2)
+    make_drafter("streams", target, adapter)
+    assert seen == {1}
+    assert torch.get_num_threads() == 2
 
 
 def in_torch(target: Decoder) -> Decoder:
