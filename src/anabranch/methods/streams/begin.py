@@ -53,14 +53,13 @@ def start_streams(target: Decoder, adapter: StreamAdapter, examples: Sequence[Ex
 
 
 def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
-    """Let embeddings that alone tell streams apart learn as fast as the states that they are added to are large.
+    """Let stream embeddings learn as fast as the states that they are added to are large.
 
     A step of Adam moves every weight by about the learning rate. The states at the entry of the top layers have root
-    mean squares from about 1 to 20, so embeddings would need many thousands of steps to matter, and until then all
-    streams of a token are the same. Streams with other weights of their own (``StreamConfig.bare`` is False) keep the
-    learning rate: what those weights add makes up for it.
+    mean squares from about 1 to 20, so embeddings would need many thousands of steps to matter. Until then, streams
+    without other weights of their own are the same for all places of a draft.
     """
-    if not adapter.shape.bare or adapter.embeddings is None:
+    if adapter.embeddings is None:
         return
     ids = torch.linspace(0, target.config.vocab_size - 1, SAMPLE).long().tolist()
     source = None if target.encoder is None else target.encoder.some(SAMPLE)

@@ -126,13 +126,6 @@ class StreamConfig(Shape):
                 "token is known; use root_width 0, or main_attends 'none'"
             )
 
-    @property
-    def bare(self) -> bool:
-        """Return whether embeddings alone tell streams apart."""
-        # an adapter in the MLP's place reads the same states for all of them
-        own = (self.attention_rank, self.mlp_rank, self.root_width, self.stream_mlp != "adapter" and self.adapter_rank)
-        return not any(own) and self.position == "embedding"
-
 
 @dataclass(frozen=True)
 class LossOptions(LossWeights):
