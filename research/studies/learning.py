@@ -142,6 +142,7 @@ COMPARED = replace(
     "a time, with pauses and other jobs beside them, by `WORDS=8192 EPOCHS=3.1 EVERY=400 research/train_methods`.",
     command="python research/study.py learning_compared --adapter paper-lossless=ADAPTERS/paper-lossless "
     "--adapter medusa-paper=ADAPTERS/medusa-paper --adapter hydra-paper=ADAPTERS/hydra-paper "
+    "--adapter hydra++=ADAPTERS/hydra++ --adapter eagle-1=ADAPTERS/eagle-1 "
     "--out benchmarks/study-learning_compared-DATE.json",
 )
 
