@@ -231,7 +231,7 @@ def start(comparison: Comparison, args: argparse.Namespace, cases: Sequence[Case
     where = environment(target.decoder.device)
     if args.resume:
         result = Parts.resume(args.out, settings)
-        commits = dict.fromkeys([result.header["environment"]["commit"], where["commit"]])
+        commits = dict.fromkeys([*result.header["environment"]["commit"].split(" then "), where["commit"]])
         result.header["environment"]["commit"] = " then ".join(commits)
         return result
     say("measuring the machine: memory bandwidth and matrix rate")
