@@ -138,8 +138,9 @@ COMPARED = replace(
     title="Trainings of the comparison on the default model",
     measures="Learning curves, as above, of the adapters in [the comparison on 120 "
     "prompts](comparison.md#on-the-default-model). All were trained on the same 0.3 million completion tokens, 3.1 "
-    "times over; `paper-lossless` was set to stop after three evaluations without gain. At most two trainings ran at "
-    "a time, with pauses and other jobs beside them, by `WORDS=8192 EPOCHS=3.1 EVERY=400 research/train_methods`.",
+    "times over; `paper-lossless` was set to stop after three evaluations without gain. Up to two "
+    "trainings shared the machine with other jobs, and some were paused. They were started by `WORDS=8192 EPOCHS=3.1 "
+    "EVERY=400 research/train_methods`.",
     command="python research/study.py learning_compared --adapter paper-lossless=ADAPTERS/paper-lossless "
     "--adapter medusa-paper=ADAPTERS/medusa-paper --adapter hydra-paper=ADAPTERS/hydra-paper "
     "--adapter hydra++=ADAPTERS/hydra++ --adapter eagle-1=ADAPTERS/eagle-1 "
@@ -153,8 +154,8 @@ PARTS = replace(
     title="The paper's lossless form with one part changed",
     measures="Learning curves, as above, of the literal lossless form and of variants that change one part of it. Each "
     "variant is named by the options of `anabranch train streams` that change it. The trainings are short and equally "
-    "long, so they compare beginnings only. Two ran at a time, with other jobs beside them, by `WORDS=8192 EPOCHS=0.3 "
-    "EVERY=200 research/train_methods`, with the name of a row as METHOD.",
+    "long, so they compare beginnings only. Up to two shared the machine with other jobs. They were started by "
+    "`WORDS=8192 EPOCHS=0.3 EVERY=200 research/train_methods`, with the name of a row as METHOD.",
     paper="none of this",
     differs="a target of 135M parameters, a draft vocabulary of 8,192 tokens, 0.1 million completion tokens",
     command="python research/study.py learning_parts --adapter PARTS/paper-lossless "

@@ -2,7 +2,7 @@
 
 A model is saved once per family; then only its config.json changes, so that weights and config may disagree as they do
 in files that were edited by hand. The usual run has one value of each of Llama's fields, the thorough one several of
-every family's, null and what other families' fields have.
+every family's, and a share of nulls and of other families' fields.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_the_start_of_a_training() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert set(found[0].rates()) == {"embeddings", "layers.0.mlp.up", "layers.1.mlp.up"}
     assert all(rate >= 1 and math.log2(rate) % 1 == 0 for rate in found[0].rates().values())
-    beside = StreamAdapter(target.config, replace(LITERAL, stream_mlp="mlp+adapter"))
-    start_streams(target, beside, EXAMPLES, target)
-    assert set(beside.rates()) == {"embeddings"}
-    assert not any(layer.mlp.up.any() for layer in beside.layers)  # type: ignore[operator,union-attr]
+    kept = StreamAdapter(target.config, replace(LITERAL, stream_mlp="mlp+adapter"))
+    start_streams(target, kept, EXAMPLES, target)
+    assert set(kept.rates()) == {"embeddings"}
+    assert not any(layer.mlp.up.any() for layer in kept.layers)  # type: ignore[operator,union-attr]

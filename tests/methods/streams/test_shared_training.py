@@ -222,7 +222,7 @@ def test_streams_of_a_frozen_target_are_a_start(root_width: int) -> None:
     assert adapter.root is None
 
 
-@pytest.mark.parametrize("config", [OWN, RICHER], ids=["alone", "beside other weights"])
+@pytest.mark.parametrize("config", [OWN, RICHER], ids=["embeddings only", "with deltas"])
 def test_embeddings_learn_in_proportion_to_the_states(config: StreamConfig, tmp_path: Path) -> None:
     target = copy.deepcopy(small())
     adapter = trainable(target, config)

@@ -56,8 +56,8 @@ def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
     """Let stream embeddings learn as fast as the states that they are added to are large.
 
     A step of Adam moves every weight by about the learning rate. The states at the entry of the top layers have root
-    mean squares from about 1 to 20, so embeddings would need many thousands of steps to matter. Until then, streams
-    without other weights of their own are the same for all places of a draft.
+    mean squares from about 1 to 20, so embeddings would need many thousands of steps to matter, and until then hardly
+    tell the streams of a token apart.
     """
     if adapter.embeddings is None:
         return
