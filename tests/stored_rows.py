@@ -19,8 +19,8 @@ HALVES = {
 }  # fmt: skip
 
 
-def raw_rows(name: str, rows: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Rows [rows, bytes] in a format, of random bits but for scales, which are small."""
+def raw_rows(name: str, rows: int, width: int, seed: int = 0, scale: float = 0.01) -> NDArray[np.uint8]:
+    """Rows [rows, bytes] in a format, of random bits but for the scales of blocks: about as large as ``scale``."""
     values, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     random = np.random.default_rng(seed)
     if name in FLOATS:
@@ -28,8 +28,8 @@ def raw_rows(name: str, rows: int, width: int, seed: int = 0) -> NDArray[np.uint
         return np.ascontiguousarray(quantize(made.astype(np.float32), GGMLQuantizationType[name])).view(np.uint8)
     raw = random.integers(0, 256, (rows, width // values, size), dtype=np.uint8)
     for at in HALVES[name]:
-        scale = (random.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
-        raw[:, :, at : at + 2] = scale.view(np.uint8).reshape(*raw.shape[:2], 2)
+        scales = (random.standard_normal(raw.shape[:2]) * scale).astype(np.float16)
+        raw[:, :, at : at + 2] = scales.view(np.uint8).reshape(*raw.shape[:2], 2)
     if name == "MXFP4":
         raw[:, :, 0] = random.integers(0, 125, raw.shape[:2])  # powers of two, from the smallest
     return np.ascontiguousarray(raw.reshape(rows, -1))

@@ -46,7 +46,7 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "product": lambda target: drafted(target, tree=StreamSettings(tree="product", k=2)),
     "combined": lambda target: CombinedDrafter([drafted(target), PromptLookupDrafter()], nodes=10),
 }
-RAGGED = [request(n, n, new) for n, new in ((9, 40), (1, 5), (14, 40), (4, 11), (7, 30))]
+RAGGED = [request(n, n, new) for n, new in ((9, 25), (1, 5), (14, 25), (4, 11), (7, 20))]
 
 
 def drafts_of(steps: list[list[Step]]) -> list[list[list[int]]]:

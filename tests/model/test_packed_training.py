@@ -37,11 +37,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy file whose matrices are all in Q4_K."""
     model = toy_model("qwen2", tie_word_embeddings=True, **SIZES)
     rows = {"attn_q": 256, "attn_k": 64, "attn_v": 64, "attn_output": 256, "ffn_gate": 512, "ffn_up": 512}
-    raw = {}
+    shapes = {"token_embd": (len(TOKENS), 256)}
     for layer in range(SIZES["num_hidden_layers"]):
         for leaf, count in {**rows, "ffn_down": 256}.items():
-            raw[f"blk.{layer}.{leaf}.weight"] = raw_rows("Q4_K", count, 512 if leaf == "ffn_down" else 256, len(raw))
-    raw["token_embd.weight"] = raw_rows("Q4_K", len(TOKENS), 256, len(raw))
+            shapes[f"blk.{layer}.{leaf}"] = (count, 512 if leaf == "ffn_down" else 256)
+    # values of about 0.2; the states of larger ones let embeddings learn so fast that roundings matter
+    raw = {f"{name}.weight": raw_rows("Q4_K", *shape, seed, 4e-4) for seed, (name, shape) in enumerate(shapes.items())}
     return write_gguf(
         *(tmp_path_factory.mktemp("model") / "toy.gguf", "qwen2", model),
         raw={name: ("Q4_K", values) for name, values in raw.items()},
@@ -81,7 +82,7 @@ def test_losses_are_those_of_the_dequantised_target(
     dense = load_target(str(file), keep=False, device="cpu", dtype="float32")
     assert dense.fingerprint == target.fingerprint
     _, wanted = trained(dense, tmp_path / "dense")
-    assert losses == pytest.approx(wanted, rel=0.02)
+    assert losses == pytest.approx(wanted, rel=0.005)
     assert len(losses) > 0
 
 

@@ -316,7 +316,7 @@ def test_a_soak_leaves_nothing_behind(toys: ToyFolders, tmp_path: Path) -> None:
     """
     script, out = ROOT / "scripts" / "soak_server.py", tmp_path / "soak.json"
     options = ["--adapter", str(toys.adapter), "--dtype", "float32", "--device", "cpu"]
-    command = [sys.executable, script, "--model", toys.model, "--seconds", "300", "--out", out, "--", *options]
+    command = [sys.executable, script, "--model", toys.model, "--seconds", "120", "--out", out, "--", *options]
     core = {max(os.sched_getaffinity(0))}
     done = subprocess.run(
         command,

@@ -244,6 +244,14 @@ def test_embeddings_learn_in_proportion_to_the_states(config: StreamConfig, tmp_
     assert float(moved) == pytest.approx(1e-3 * faster, rel=0.2)  # the first step of Adam
 
 
+def test_the_states_of_a_target_of_few_positions_are_measured() -> None:
+    target = copy.deepcopy(small())
+    target.config = replace(target.config, max_positions=9)
+    adapter = trainable(target, OWN)
+    scale_to_target(target, adapter)
+    assert adapter.rates()["embeddings"] >= 1
+
+
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
 @pytest.mark.parametrize("recipe", ["paper-shared", pytest.param("shared", marks=pytest.mark.thorough)])
 def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: ToyFolders, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from anabranch.model.mlp import MLP
 
 __all__ = ["adopt_streams", "begin_with", "mlp_rows", "reproduce_mlps", "scale_to_target", "start_streams"]
 
-SAMPLE = 64  # tokens
+SAMPLE = 64  # tokens at most
 RANKS = ("adapter_rank", "attention_rank", "mlp_rank")
 STEP = 10.0  # a step moves a weight that is as large as it should be by the learning rate times this, times its size
 ROWS = 4096  # of completions, that MLPs are approximated on
@@ -61,7 +61,8 @@ def scale_to_target(target: Decoder, adapter: StreamAdapter) -> None:
     """
     if adapter.embeddings is None:
         return
-    ids = torch.linspace(0, target.config.vocab_size - 1, SAMPLE).long().tolist()
+    count = min(SAMPLE, target.config.max_positions)
+    ids = torch.linspace(0, target.config.vocab_size - 1, count).long().tolist()
     source = None if target.encoder is None else target.encoder.some(SAMPLE)
     batch = Batch.of([Example(tuple(ids[:1]), tuple(ids[1:]), encoded=source)])
     x_BTD = run_frozen(target, batch, taps=(adapter.start,)).taps[adapter.start]
