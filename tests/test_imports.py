@@ -27,8 +27,8 @@ count_imports = _script()
 ROOMS = (
     *("errors", "support", "declared"),
     "tasks",
-    *("tree", "sampling", "processors", "verify"),
     "native",
+    *("tree", "sampling", "processors", "verify"),
     "model",
     "learning",
     *("drafting", "methods", "adapters"),

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from anabranch.declared import CALL, LogitsProcessor, integer
 from anabranch.errors import InputError
+from anabranch.native.library import library
 
 __all__ = [
     "Constraint",
@@ -220,6 +221,12 @@ def halves(keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
 
 def gumbels_of(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
     """``gumbels`` of keys given as ``halves``; all three arguments broadcast."""
+    if tokens.device.type == "cpu" and (kernels := library()) is not None:
+        return kernels.gumbels(low, high, tokens)
+    return _gumbels_in_torch(low, high, tokens)
+
+
+def _gumbels_in_torch(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
     x = (tokens.long() * GOLDEN + low) & MASK
     x = _hash(_hash(x) ^ high)
     v = ((x.double() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)

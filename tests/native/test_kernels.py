@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import small
 from anabranch.decoding.engine import Engine, Request
@@ -662,6 +663,26 @@ def test_where_there_is_no_screen(why: str) -> None:
     assert NativeLinear(given, bias, screen=True).screen is None
 
 
+def noise_in_pytorch(keys: NDArray[np.uint64], tokens: torch.Tensor) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("anabranch.sampling.library", lambda: None)
+        return gumbels(keys, tokens)
+
+
+@pytest.mark.parametrize("words", [0, 1, 15, 49_152])
+def test_noise_as_in_pytorch(words: int) -> None:
+    keys, tokens = position_keys(3, np.arange(40)), torch.arange(2 * words)[::2]
+    noise, wanted = gumbels(keys, tokens), noise_in_pytorch(keys, tokens)
+    assert noise.shape == wanted.shape
+    least = (
+        wanted < -2
+    )  # where less than one in 1,000 tokens is, and none that is drawn: 1 - v has few digits in float32
+    torch.testing.assert_close(noise[~least], wanted[~least], rtol=1e-5, atol=1e-5)
+    assert bool((noise[least] < -1.99).all())
+    if words > 1:
+        assert not torch.equal(noise, wanted), "the kernels round otherwise, so that these are theirs"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     width=st.integers(1, 1300),
@@ -676,7 +697,7 @@ def test_draws_as_in_pytorch(width: int, rows: int, temperature: float, seed: in
     z[:, 1:][torch.rand(rows, width - 1, generator=source) < 0.3] = float("-inf")
     keys = position_keys(seed, torch.randint(0, 4, (rows,), generator=source).numpy())
     drawn = kernels.draw(z, temperature, keys)
-    scores = z / temperature + gumbels(keys, torch.arange(width))
+    scores = z / temperature + noise_in_pytorch(keys, torch.arange(width))
     # the largest, but for the last digit of the two logarithms
     found = scores.gather(1, drawn[:, None])[:, 0]
     assert bool((found >= scores.amax(-1) - 1e-5 * (1 + scores.amax(-1).abs())).all())

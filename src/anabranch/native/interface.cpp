@@ -308,6 +308,20 @@ int anabranch_draw(void* runner, const float* z, int count, int width, float tem
   });
 }
 
+// The Gumbel noise of ``count`` tokens, each at the position whose key has these halves.
+int anabranch_gumbels(const int64_t* low, const int64_t* high, const int64_t* tokens, int64_t count, float* noise) {
+  return guarded([&] {
+    require(count >= 0, "the count is negative");
+    require(count == 0 || (low != nullptr && high != nullptr && tokens != nullptr && noise != nullptr), "a pointer is null");
+    for (int64_t i = 0; i < count; i += 16) {
+      const int n = static_cast<int>(std::min<int64_t>(count - i, 16));
+      const U32x16 of_key[] = {masked_load_u32(low + i, n), masked_load_u32(high + i, n)};
+      masked_store(noise + i, n, gumbel(masked_load_u32(tokens + i, n), of_key[0], of_key[1]));
+    }
+    return DONE;
+  });
+}
+
 // see run_pass and run_with_rider; ``ends``, ``rider`` and ``taps`` may be null
 int anabranch_layers(int kind, void* runner, const Shape* shape, const Layer* layers, int count, const RaggedBatch* batch,
                      const Ends* ends, const Rider* rider, const Taps* taps) {

@@ -33,6 +33,7 @@ from anabranch.native.arguments import (
     IN_FILE_FORMATS,
     KINDS,
     address,
+    filled,
     packable,
     require,
     row_bytes,
@@ -258,6 +259,15 @@ class Library(Calls):
                 *(self.runner(), z_MN.data_ptr(), *z_MN.shape, temperature, address(keys_M), places.data_ptr())
             )
         return places
+
+    def gumbels(self, low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
+        """``sampling.gumbels_of``: noise in float32 of int64 tensors that broadcast."""
+        noise = torch.empty(np.broadcast_shapes(low.shape, high.shape, tokens.shape))
+        parts = [part.expand(noise.shape).contiguous() for part in (low, high, tokens)]
+        for part in parts:
+            filled(part, noise.numel(), torch.long)
+        self._c.anabranch_gumbels(*(part.data_ptr() for part in parts), noise.numel(), noise.data_ptr())
+        return noise
 
     def layers(
         self,

@@ -78,9 +78,8 @@ inline U32x16 mix_bits(U32x16 x) {
   return bitwise_xor(x, shift_right<16>(x));
 }
 
-// Gumbel noise of 16 tokens at the position of ``key``; see sampling.gumbels
-inline F32x16 gumbel(U32x16 tokens, uint64_t key) {
-  const U32x16 low = broadcast_u32(static_cast<uint32_t>(key)), high = broadcast_u32(static_cast<uint32_t>(key >> 32));
+// Gumbel noise of 16 tokens at positions whose keys have these halves; see sampling.gumbels
+inline F32x16 gumbel(U32x16 tokens, U32x16 low, U32x16 high) {
   U32x16 x = add(mul(tokens, broadcast_u32(0x9e3779b9u)), low);
   x = mix_bits(bitwise_xor(mix_bits(x), high));
   const F32x16 one = broadcast(1.0f);
@@ -90,6 +89,10 @@ inline F32x16 gumbel(U32x16 tokens, uint64_t key) {
   const F32x16 u = one - v, d = one - u;
   const F32x16 negative_log = (zero() - log(u)) * v / d;
   return zero() - log(select_greater(d, zero(), negative_log, v));
+}
+
+inline F32x16 gumbel(U32x16 tokens, uint64_t key) {
+  return gumbel(tokens, broadcast_u32(static_cast<uint32_t>(key)), broadcast_u32(static_cast<uint32_t>(key >> 32)));
 }
 
 // ---- argmax -------------------------------------------------------------------------------------------------------
