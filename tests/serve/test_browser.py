@@ -377,7 +377,7 @@ def test_it_is_accessible(server: Server, open_page: OpenPage, scheme: str, size
 
 
 @pytest.mark.default_model
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", *(["dark"] if "ANABRANCH_PICTURES" in os.environ else [])])
 def test_pictures_of_the_documentation(open_page: OpenPage, tmp_path: Path, scheme: str) -> None:
     """The default model's answer, at a step with accepted and rejected drafts."""
     import anabranch
