@@ -207,7 +207,7 @@ def _sampled_of_few(logits_NV: Tensor, keys_N: NDArray[np.uint64]) -> Tensor:
 def gumbels(keys_N: NDArray[np.uint64], tokens_V: Tensor) -> Tensor:
     """Return standard Gumbel noise [N, V], float32, as a function of a position's key and the token id alone.
 
-    It is -log(-log(1 - v)), where v in (0, 1) is a 32-bit hash of both. The native kernels compute the same values.
+    It is -log(-log(1 - v)), where v in (0, 1) is a 32-bit hash of both. On CPUs the native kernels compute it.
     """
     low_N, high_N = (half.to(tokens_V.device) for half in halves(keys_N))
     return gumbels_of(low_N[:, None], high_N[:, None], tokens_V)
@@ -222,7 +222,7 @@ def halves(keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
 def gumbels_of(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
     """``gumbels`` of keys given as ``halves``; all three arguments broadcast."""
     if tokens.device.type == "cpu" and (kernels := library()) is not None:
-        return kernels.gumbels(low, high, tokens)
+        return kernels.gumbels(low, high, tokens.long())
     return _gumbels_in_torch(low, high, tokens)
 
 

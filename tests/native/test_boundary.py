@@ -155,6 +155,7 @@ def test_wrong_tensors_are_refused() -> None:
         lambda: k.draw(z, 0.0, keys),
         lambda: k.draw(z, 1.0, keys[:2]),
         lambda: k.draw(z.bfloat16(), 1.0, keys),
+        lambda: k.gumbels(*torch.zeros(3, 4).int()),
     ]
     for call in bad:
         with pytest.raises(AssertionError):

@@ -674,9 +674,7 @@ def test_noise_as_in_pytorch(words: int) -> None:
     keys, tokens = position_keys(3, np.arange(40)), torch.arange(2 * words)[::2]
     noise, wanted = gumbels(keys, tokens), noise_in_pytorch(keys, tokens)
     assert noise.shape == wanted.shape
-    least = (
-        wanted < -2
-    )  # where less than one in 1,000 tokens is, and none that is drawn: 1 - v has few digits in float32
+    least = wanted < -2  # of one token in 1,600, none of them drawn: 1 - v has few digits in float32
     torch.testing.assert_close(noise[~least], wanted[~least], rtol=1e-5, atol=1e-5)
     assert bool((noise[least] < -1.99).all())
     if words > 1:
