@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.drafting.drafter import Row
-from anabranch.sampling import gumbels, position_keys
+from anabranch.sampling import gumbels_of, halves, position_keys
 
 __all__ = ["CONFIDENCE", "Draws", "drawn"]
 
@@ -49,7 +49,8 @@ def drawn(q_nk: Tensor, tokens_nk: Tensor, keys_n: NDArray[np.uint64], temperatu
     q_nk    log probabilities of the tokens in the drafter's distributions
     keys_n  of the positions of the draws
     """
-    noise_nk = torch.cat([gumbels(keys_n[i : i + 1], tokens) for i, tokens in enumerate(tokens_nk)])
+    low_n1, high_n1 = (half[:, None].to(tokens_nk.device) for half in halves(keys_n))
+    noise_nk = gumbels_of(low_n1, high_n1, tokens_nk)
     left_n1 = (1.0 - q_nk.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log() / temperature + UNKNOWN
     scores = torch.cat((q_nk / temperature + noise_nk.to(q_nk.dtype), left_n1), dim=-1)
     return (CONFIDENCE * scores).log_softmax(-1)[:, :-1]
