@@ -1,9 +1,9 @@
 # Everything that continuous integration runs, as targets. PYTHON names the interpreter.
 PYTHON ?= python
 
-.PHONY: help test thorough sanitize wheel check format pages notebook
+.PHONY: help test thorough sanitize sanitize-tests wheel check format pages notebook
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 18
 
 test:  ## the quick tests
 	$(PYTHON) -m pytest
@@ -14,8 +14,11 @@ thorough:  ## the tests that take long
 sanitize:  ## the native code under sanitizers
 	$(PYTHON) scripts/sanitize.py
 
-wheel:  ## build the wheel, and decode from it where there is no compiler
-	$(PYTHON) scripts/check_wheel.py --keep dist
+sanitize-tests:  ## the tests of the native code under sanitizers, without the compilers' warnings and the threads
+	$(PYTHON) scripts/sanitize.py --tests
+
+wheel:  ## build the wheel (or take WHEEL), and decode from it where there is no compiler
+	$(PYTHON) scripts/check_wheel.py $(if $(WHEEL),--wheel $(WHEEL),--keep dist)
 
 check:  ## every gate but the tests: style, types, documentation
 	PYTHON=$(PYTHON) scripts/check

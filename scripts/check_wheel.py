@@ -2,6 +2,8 @@
 
     python scripts/check_wheel.py              # in a fresh virtual environment, which takes a few minutes
     python scripts/check_wheel.py --keep dist  # and keep the source distribution and the wheel in this folder
+    python scripts/check_wheel.py --build dist # step 1 alone, which needs no package
+    python scripts/check_wheel.py --wheel dist/anabranch-VERSION-TAG.whl # steps 2 and 3
 
 1. Builds both, and checks that the wheel has a library for each instruction set, that they need glibc 2.17 at most and
    no C++ runtime of the system, and that the source distribution has what they are compiled from.
@@ -37,20 +39,23 @@ PROMPT = "Explain why the sky is blue."
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="copy what was built to this folder")
-    parser.add_argument("--wheel", type=Path, help="check this wheel instead of building one")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--keep", type=Path, metavar="DIR", help="copy what was built to this folder")
+    how.add_argument("--build", type=Path, metavar="DIR", help="the same, without installing the wheel")
+    how.add_argument("--wheel", type=Path, help="install this wheel instead of building one")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        wheel = asked.wheel
+        wheel, keep = asked.wheel, asked.keep or asked.build
         if wheel is None:
             source, wheel = built(Path(folder))
             check_source(source)
-            if asked.keep is not None:
-                asked.keep.mkdir(parents=True, exist_ok=True)
+            if keep is not None:
+                keep.mkdir(parents=True, exist_ok=True)
                 for each in (source, wheel):
-                    shutil.copy(each, asked.keep)
+                    shutil.copy(each, keep)
         check_wheel(wheel)
-        decode(installed(wheel, Path(folder) / "venv"))
+        if asked.build is None:
+            decode(installed(wheel, Path(folder) / "venv"))
 
 
 def built(folder: Path) -> tuple[Path, Path]:

@@ -1,7 +1,8 @@
 """Run the native kernels under the compiler's sanitizers; a compiler warning or a finding is a failure.
 
     python scripts/sanitize.py              # everything, in both forms that the processor has
-    python scripts/sanitize.py --tests tests/native/test_kernels.py -k products
+    python scripts/sanitize.py --no-tests   # steps 1 and 3, which need filelock and platformdirs alone
+    python scripts/sanitize.py --tests      # step 2; arguments of pytest may follow, such as -k products
 
 1. Compiles each form with -Wall -Wextra -Werror, by g++ and, where it is installed, clang++.
 2. Runs the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in the best form and in AVX2's;
@@ -46,9 +47,9 @@ if "ANABRANCH_SANITIZED" in os.environ:  # in pytest
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--tests", nargs=argparse.REMAINDER, help="arguments of pytest; skips the compilers' warnings and the threads"
-    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--no-tests", action="store_true", help="compilers' warnings and the threads alone")
+    only.add_argument("--tests", nargs=argparse.REMAINDER, help="the tests alone, with these arguments of pytest")
     asked = parser.parse_args()
     compilers = [name for name in ("g++", "clang++") if _found(name)]
     if not compilers:
@@ -65,6 +66,8 @@ def main() -> None:
                 command = [compiler, *build.compiler_flags(form), *WARN, *how]
                 subprocess.run([*command, *recipe.translation_unit()], check=True)
         _races(compilers[0], forms)
+    if asked.no_tests:
+        return
     for form in dict.fromkeys((forms[0], forms[-1])):
         _say(f"AddressSanitizer and UndefinedBehaviorSanitizer, {form}")
         _tests(form, asked.tests or [*(FILES if form == forms[0] else FILES[:1]), *CHOSEN])

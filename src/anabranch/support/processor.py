@@ -8,8 +8,6 @@ import platform
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from anabranch.errors import InputError
 from anabranch.support.cgroups import control_groups, lines_of
 
@@ -91,6 +89,8 @@ def set_threads(threads: int | None) -> int:
     None keeps the number of an earlier call; the first call limits torch's default to ``usable_cpus``, unless
     OMP_NUM_THREADS is set. Raises InputError for a number below 1.
     """
+    import torch
+
     global _settled
     if threads is None:
         if not _settled and not os.environ.get("OMP_NUM_THREADS") and torch.get_num_threads() > usable_cpus():
