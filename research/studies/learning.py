@@ -144,6 +144,7 @@ COMPARED = replace(
     command="python research/study.py learning_compared --adapter paper-lossless=ADAPTERS/paper-lossless "
     "--adapter medusa-paper=ADAPTERS/medusa-paper --adapter hydra-paper=ADAPTERS/hydra-paper "
     "--adapter hydra++=ADAPTERS/hydra++ --adapter eagle-1=ADAPTERS/eagle-1 "
+    "--adapter medusa=ADAPTERS/medusa --adapter eagle=ADAPTERS/eagle "
     "--out benchmarks/study-learning_compared-DATE.json",
 )
 
