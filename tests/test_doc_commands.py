@@ -45,7 +45,6 @@ ELSEWHERE = ("docs/encoder_decoder.md",)  # tests/speech/test_train_sounds.py ru
 QUICK = (
     "docs/adapter.md",
     "docs/lora.md",
-    "docs/methods/streams.md",
     "docs/methods/ngram.md",
     "examples/sql/README.md",
 )

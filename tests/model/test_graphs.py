@@ -110,6 +110,7 @@ def run(target: Decoder, new: int = 30) -> Engine:
     return engine
 
 
+@pytest.mark.thorough
 def test_a_single_call_is_not_captured_and_graphs_outlive_a_row() -> None:
     with pretended.cuda():
         engine = Engine(there(small()), NoDrafter(), capacity=90)

@@ -6,8 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from anabranch.methods import registry as methods
 from anabranch.methods.medusa.module import MedusaConfig, MedusaModule
 from anabranch.model.load import Target
 from anabranch.tree import DraftTree
+from anabranch.tune import fit as fitting
 from anabranch.tune.candidates import MOST, find_candidates
 from anabranch.tune.fit import Fit, Tried, fit
 from anabranch.tune.timing import DraftTimes, measure_times
@@ -55,7 +58,9 @@ PROMPTS = [prompt(5 + n, n) for n in range(3)]
 
 @pytest.fixture(scope="module")
 def found(target: Target, adapter: LoadedAdapter) -> Fit:
-    return fit(target, [adapter.module], PROMPTS, max_new_tokens=24)
+    """With a few steps timed, since no test depends on how well: they are most of the time that tuning takes."""
+    with mock.patch.object(fitting, "measure_times", partial(measure_times, rounds=2, steps=1)):
+        return fit(target, [adapter.module], PROMPTS, max_new_tokens=24)
 
 
 @pytest.mark.thorough

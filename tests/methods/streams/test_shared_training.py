@@ -252,8 +252,9 @@ def test_the_states_of_a_target_of_few_positions_are_measured() -> None:
     assert adapter.rates()["embeddings"] >= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::anabranch.errors.TrainingWarning")
-@pytest.mark.parametrize("recipe", ["paper-shared", pytest.param("shared", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("recipe", ["paper-shared", "shared"])
 def test_from_completions_to_a_tuned_target_with_its_streams(recipe: str, toys: ToyFolders, tmp_path: Path) -> None:
     folder = tmp_path / "joint"
     sizes = ("--recipe", recipe, "--stream-layers", 1, "--lora-rank", 4, "--batch-tokens", 200)
