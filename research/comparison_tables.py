@@ -53,8 +53,8 @@ PRINTED = {
         Printed(
             *(3.94, "ACL table 6 (Vicuna-7B)"),
             "Its layer and its head run once for each depth: with this target of 30 narrow layers that costs more than "
-            "half a pass, with one of 7B about a thirtieth of one. Its training gains 0.01 or less in the last two "
-            "evaluations (see above). What other texts or a larger target would give, this run does not tell.",
+            "half a pass, with one of 7B about a thirtieth of one. Its training gains less than 0.02 in the last "
+            "two evaluations (see above). What other texts or a larger target would give, this run does not tell.",
         ),
     ),
     "paper-lossless:placement=ride": Printed(
