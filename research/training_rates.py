@@ -67,9 +67,10 @@ def training(
     """A few steps of a method, ``name`` or ``name:recipe``, with these values of its recipe."""
     method = trainable(name.partition(":")[0])
     assert method.trained is not None
-    target = load_target(model)
     given = {"batch_tokens": batch_tokens, "warmup": 1, "held_out": 8, "evaluate_every": 10**6, **options}
     plan = method.trained.training.recipe(name.partition(":")[2] or None, given)
+    quantize = "auto" if method.trained.packed(plan) else "none"  # as ``anabranch train`` loads it
+    target = load_target(model, quantize=quantize)
     examples = read_data(target, plan, answers=answers)
     epochs = steps * batch_tokens / sum(map(len, examples))
     plan = method.trained.training.recipe(name.partition(":")[2] or None, given | {"epochs": epochs})

@@ -113,7 +113,7 @@ class FrozenObjective:
 
     def keep(self, keeping: Keeping) -> None:
         """Keep the states of the frozen target."""
-        self.run = keeping(self.run)
+        self.run = keeping(self.run, dtype=self.frozen.dtype)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """The positions that predictions are made at."""

@@ -41,7 +41,8 @@ class TargetStates:
 
 # (batch, taps=layers before which main rows are returned, keys_from=first layer whose keys and values are; None: none)
 RunTarget: TypeAlias = Callable[..., TargetStates]
-# (run, started=main rows are read from each row's last prompt token on only) -> the same, which keeps states
+# (run, dtype=type of the pass, started=main rows are read from each row's last prompt token on only) -> the same, which
+# keeps states
 Keeping: TypeAlias = Callable[..., RunTarget]
 
 
@@ -77,7 +78,8 @@ def run_frozen(
 
     def by_row(x_MD: Tensor) -> Tensor:
         parts = [x_MD[result.nodes(row)] for row in range(rows)]
-        return torch.stack([F.pad(part, (0, 0, 0, width - len(part))) for part in parts]).to(target.dtype)
+        whole = torch.stack([F.pad(part, (0, 0, 0, width - len(part))) for part in parts])
+        return whole.to(runner.dtype).to(target.dtype)  # in the type that drafts read, and not in that of the layers
 
     pairs: list[tuple[Tensor, Tensor]] = []
     if keys_from is not None:  # copies, so that the cache of the lower layers is freed

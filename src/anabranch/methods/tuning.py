@@ -220,7 +220,7 @@ class TunedObjective:
         else:
             check_tunable(target)
         self.target, self.drafts, self.run = target, drafts, run or TunedTarget(target, layers)
-        self.frozen = frozen_target(target, frozen)
+        self.frozen, self.computed = frozen_target(target, frozen), (target if frozen is None else frozen).dtype
         self.each, self.main, self.share, self.soft = each, main, share, soft
         self.predictor, self.predictors, self.options = "token", 1, Alone()
         if drafts is not None:
@@ -233,7 +233,7 @@ class TunedObjective:
 
     def keep(self, keeping: Keeping) -> None:
         """Keep the states of the original target."""
-        self.frozen = keeping(self.frozen)
+        self.frozen = keeping(self.frozen, dtype=self.computed)
 
     def segments(self, batch: Batch) -> Iterator[Segment]:
         """All positions with a next token at once: each needs the tuned pass over the whole text before it.

@@ -1,8 +1,8 @@
 """A decoder for passes with gradients through the top layers of a target that is packed as its file stores it.
 
 Packed weights are multiplied forward only, and the layers below the first one that gradients pass through need nothing
-else. The others get products of their own: in int8, or in bf16 over a dequantised copy. Everything else is shared with
-the packed target, so a target is in memory once, and its top layers once more.
+else. The others get products of their own: in int8, or over a dequantised copy. Everything else is shared with the
+packed target, so a target is in memory once, and its top layers once more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from anabranch.model.blocks import Block
+from anabranch.model.blocks import Block, Norm
 from anabranch.model.decoder import Decoder
 from anabranch.model.native_backend import ProductsBackend
 from anabranch.model.native_linear import NativeLinear
@@ -40,7 +40,7 @@ class PackedHead(nn.Module):
 
 
 class _Rows(nn.Module):
-    """An embedding looked up by row, in the type of the other weights."""
+    """An embedding looked up by row, in the type of the learner's rows."""
 
     def __init__(self, table: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class _Rows(nn.Module):
 
 
 class _Backend(ProductsBackend):
-    """Runs layers in PyTorch; rows of the head come from packed blocks."""
+    """Runs layers in PyTorch; rows of the head come from packed blocks, in the type of the learner's rows."""
 
     def head_rows(self, network: Network, tokens: Tensor) -> Tensor:
         """The rows of the head, from its packed weight."""
-        rows: Tensor = network.head.head.rows(tokens.cpu())
+        rows: Tensor = network.head.head.rows(tokens.cpu()).to(network.dtype)
         return rows
 
     def choose(self, network: Network, x: Tensor) -> Tensor:
@@ -66,13 +66,15 @@ class _Backend(ProductsBackend):
         return tokens
 
 
-def learner_of_packed(packed: Decoder, first: int, *, int8: bool) -> Decoder:
+def learner_of_packed(packed: Decoder, first: int, *, int8: bool, dtype: torch.dtype) -> Decoder:
     """A decoder whose layers from ``first`` on pass gradients to their rows, and to none of their weights.
 
-    int8  multiply in int8, forward and backward (``Int8Linear``), where a layer's widths are multiples of 32; else in
-          the target's type
+    int8   multiply in int8, forward and backward (``Int8Linear``), where a layer's widths are multiples of 32; else in
+           ``dtype``
+    dtype  of rows, and of rows of the head and of embeddings: the target's, or float32
     """
     learner = _shallow(packed)
+    learner.of_rows = dtype
     blocks: list[nn.Module] = list(packed.blocks)
     for index in range(first, len(blocks)):
         block = _shallow(blocks[index])
@@ -81,26 +83,35 @@ def learner_of_packed(packed: Decoder, first: int, *, int8: bool) -> Decoder:
         for module, name in block.linears():
             linear = getattr(module, name)
             assert isinstance(linear, NativeLinear)
-            setattr(module, name, _with_gradients(linear, int8=int8))
+            setattr(module, name, _with_gradients(linear, int8=int8, dtype=dtype))
+        for name, child in block.named_children():
+            if isinstance(child, Norm):
+                setattr(block, name, _at_least(child, dtype))
         blocks[index] = block
     learner.blocks = nn.ModuleList(blocks)
-    learner.embedding = _Rows(packed.embedding, packed.dtype)
+    learner.norm = _at_least(packed.norm, dtype)
+    learner.embedding = _Rows(packed.embedding, dtype)
     learner.head = PackedHead(packed.head)
     learner.backend = _Backend(packed.head.kernels)
     give_back()
     return learner
 
 
-def _with_gradients(linear: NativeLinear, *, int8: bool) -> nn.Module:
+def _with_gradients(linear: NativeLinear, *, int8: bool, dtype: torch.dtype) -> nn.Module:
     weight = linear.dense()
     if int8 and not any(width % 32 for width in weight.shape):
         return Int8Linear(weight, linear.bias)
-    outputs, width = weight.shape
+    weight, (outputs, width) = weight.to(dtype), weight.shape
     made = nn.Linear(width, outputs, bias=linear.bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if linear.bias is not None:
         made.bias = nn.Parameter(linear.bias.to(weight.dtype), requires_grad=False)
     return made
+
+
+def _at_least(module: M, dtype: torch.dtype) -> M:
+    """The module, or for float32 rows a copy in float32: its weights may be wider than rows, and not narrower."""
+    return copy.deepcopy(module).float() if dtype == torch.float32 else module
 
 
 def _shallow(module: M) -> M:

@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,36 @@ from anabranch.model.decoder import Decoder
 from anabranch.model.learner import learner_of_packed
 from anabranch.model.training_formats import Int8Linear, multiply_in_int8, quantize_to_nf4
 
-__all__ = ["ARITHMETIC", "INT8", "chosen_dtype", "chosen_products", "learner_of", "packed_learner"]
+__all__ = ["ARITHMETIC", "INT8", "Arithmetic", "chosen_dtype", "chosen_for_packed", "learner_of", "packed_learner"]
 
 ARITHMETIC = "arithmetic"  # in the plan of a run's checkpoint
 INT8 = "int8"
 ROWS, ROUNDS = 512, 5
 K = TypeVar("K")
 FASTER = 1.2  # how much faster float32 must be: its activations take twice the memory
+
+
+class Arithmetic(NamedTuple):
+    """How a training on a packed target computes; its name is kept in the plan of the run's checkpoint.
+
+    dtype  of rows, and of all products but those of the target's layers
+    int8   whether these are in int8, forward and backward
+    """
+
+    dtype: torch.dtype
+    int8: bool
+
+    @property
+    def name(self) -> str:
+        """Such as "int8, torch.float32"."""
+        return f"{INT8}, {self.dtype}" if self.int8 else str(self.dtype)
+
+    @classmethod
+    def named(cls, name: str, own: torch.dtype) -> Arithmetic:
+        """That of a name; ``own``: the target's type, which a name without a type has."""
+        products, _, dtype = name.rpartition(", ")
+        known = {str(each): each for each in (torch.float32, own)}
+        return cls(known.get(dtype, own), INT8 in (products, dtype))
 
 
 def chosen_dtype(decoder: Decoder, form: str, stored: Mapping[str, Any] | None = None) -> torch.dtype:
@@ -45,36 +68,45 @@ def chosen_dtype(decoder: Decoder, form: str, stored: Mapping[str, Any] | None =
     names = {str(dtype): dtype for dtype in (torch.float32, own)}
     if stored is not None:
         return names.get((stored.get("plan") or {}).get(ARITHMETIC, ""), own)
-    width = decoder.config.hidden_size
+    return _faster_dtype(own, decoder.config.hidden_size)
+
+
+def _faster_dtype(own: torch.dtype, width: int) -> torch.dtype:
+    """float32 where its products of one width are faster than those of the type ``own``, by enough to pay."""
     works = {}
-    for dtype in names.values():
+    for dtype in (torch.float32, own):
         rows, weight = torch.ones(ROWS, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
         works[dtype] = partial(F.linear, rows, weight)
     best = _least_seconds(works, time.perf_counter)
     return torch.float32 if best[own] > FASTER * best[torch.float32] else own
 
 
-def chosen_products(decoder: Decoder, form: str, stored: Mapping[str, Any] | None = None) -> str:
-    """The products of the top layers of a packed target: "int8", or the name of the target's type.
+def chosen_for_packed(
+    decoder: Decoder, form: str, stored: Mapping[str, Any] | None = None, *, lowest: int = 0
+) -> Arithmetic:
+    """The arithmetic of a training on a packed target whose gradients pass through the layers from ``lowest`` on.
 
-    The arguments are those of ``chosen_dtype``. The format "stored" takes the faster products: times one of them,
-    forward and backward, on one thread. Raises CapabilityError for nf4.
+    The other arguments are those of ``chosen_dtype``. Rows are float32 where this processor multiplies that faster. The
+    format "stored" takes the faster products of layers: times one of them, forward and backward, on one thread. Raises
+    CapabilityError for nf4.
     """
     if form == "nf4":
         raise CapabilityError(
             "a target that is packed as its file stores it is not held in nf4; leave --target-format out, or load it "
             "with --quantize none"
         )
-    own = str(decoder.dtype)
-    if form == INT8:
-        return INT8
+    own, size = decoder.dtype, decoder.config.hidden_size
     if stored is not None:
-        return str((stored.get("plan") or {}).get(ARITHMETIC, own))
-    width = decoder.config.hidden_size // 32 * 32
+        kept = Arithmetic.named((stored.get("plan") or {}).get(ARITHMETIC, str(own)), own)
+        return kept._replace(int8=True) if form == INT8 else kept
+    dtype = _faster_dtype(own, size)
+    if form == INT8 or lowest >= decoder.config.num_layers:
+        return Arithmetic(dtype, form == INT8)
+    width = size // 32 * 32
     if not width:
-        return own
-    weight, rows = torch.ones(4 * width, width, dtype=decoder.dtype), torch.ones(ROWS, width, dtype=decoder.dtype)
-    slopes, int8 = torch.ones(ROWS, 4 * width, dtype=decoder.dtype), Int8Linear(weight, None)
+        return Arithmetic(dtype, int8=False)
+    weight, rows = torch.ones(4 * width, width, dtype=dtype), torch.ones(ROWS, width, dtype=dtype)
+    slopes, int8 = torch.ones(ROWS, 4 * width, dtype=dtype), Int8Linear(weight, None)
 
     def narrow() -> None:
         int8.product(rows)
@@ -88,10 +120,10 @@ def chosen_products(decoder: Decoder, form: str, stored: Mapping[str, Any] | Non
     torch.set_num_threads(1)
     try:
         # the processor's time: time by the clock, and that of threads that wait, is others' too
-        best = _least_seconds({INT8: narrow, own: plain}, time.process_time)
+        best = _least_seconds({True: narrow, False: plain}, time.process_time)
     finally:
         torch.set_num_threads(threads)
-    return min(best, key=lambda kind: best[kind])
+    return Arithmetic(dtype, best[True] < best[False])
 
 
 def _least_seconds(works: Mapping[K, Callable[[], object]], clock: Callable[[], float]) -> dict[K, float]:
@@ -105,9 +137,9 @@ def _least_seconds(works: Mapping[K, Callable[[], object]], clock: Callable[[], 
     return best
 
 
-def packed_learner(decoder: Decoder, lowest: int, products: str) -> Decoder:
+def packed_learner(decoder: Decoder, lowest: int, arithmetic: Arithmetic) -> Decoder:
     """The decoder for gradients through the layers of a packed target from ``lowest`` on."""
-    return learner_of_packed(decoder, lowest, int8=products == INT8)
+    return learner_of_packed(decoder, lowest, int8=arithmetic.int8, dtype=arithmetic.dtype)
 
 
 def learner_of(decoder: Decoder, form: str, dtype: torch.dtype) -> Decoder:

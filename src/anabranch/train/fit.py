@@ -30,7 +30,7 @@ from anabranch.model.training_formats import Nf4Linear
 from anabranch.support.log import LOGGER
 from anabranch.support.memory import keep_memory, peak_memory_mb
 from anabranch.train.advice import Watch, before
-from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, chosen_products, learner_of, packed_learner
+from anabranch.train.arithmetic import ARITHMETIC, chosen_dtype, chosen_for_packed, learner_of, packed_learner
 from anabranch.train.checkpoint import read_checkpoint, read_log
 from anabranch.train.data import digest, split
 from anabranch.train.logs import check_logs
@@ -170,7 +170,7 @@ def fit(
         **(options.get("facts") or {}),
         **_run_record(trainer, recipe),
         "peak_memory_mb": peak_memory_mb(learner.device),
-        ARITHMETIC: arithmetic.removeprefix("torch."),
+        ARITHMETIC: arithmetic.replace("torch.", ""),
     }
     return Fitted(module, record, measured)
 
@@ -269,8 +269,8 @@ def _learner(
                 f"training {what} needs the target's weights as they are, and they are packed as the file stores them; "
                 "load it with quantize='none'"
             )
-        products = processes.broadcast(chosen_products(target.decoder, form, stored))
-        return packed_learner(target.decoder, module.lowest, products), products
+        chosen = processes.broadcast(chosen_for_packed(target.decoder, form, stored, lowest=module.lowest))
+        return packed_learner(target.decoder, module.lowest, chosen), chosen.name
     dtype = target.decoder.dtype
     if sharding:
         if form != "stored":

@@ -60,6 +60,7 @@ class _Layout:
     pairs    layers whose keys and values are kept
     encoder  the width of the encoder's output; 0: there is none
     started  rows begin at the last prompt token
+    dtype    of the pass that computes them
     """
 
     hidden: int
@@ -87,11 +88,13 @@ class _Layout:
         sources = [states.encoded[row]] if self.encoder else []
         return [x[row, first:length] for x in hidden] + [x[row, :, :length] for x in pairs] + sources
 
-    def joined(self, rows: Sequence[Sequence[Tensor]], batch: Batch, taps: Sequence[int]) -> TargetStates:
-        """The states of a batch; they are zero where there are none."""
+    def joined(
+        self, rows: Sequence[Sequence[Tensor]], batch: Batch, taps: Sequence[int], dtype: torch.dtype
+    ) -> TargetStates:
+        """The states of a batch in some type; they are zero where there are none."""
         (b, t), device = batch.tokens_BT.shape, rows[0][0].device
         shapes = [(b, t, self.width)] * self.hidden + [(b, self.heads, t, self.head_width)] * (2 * self.pairs)
-        whole = [torch.zeros(shape, dtype=self.dtype, device=device) for shape in shapes]
+        whole = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         for row, parts in enumerate(rows):
             length, first = int(batch.lengths_B[row]), int(batch.starts_B[row]) if self.started else 0
             for n, (x, part) in enumerate(zip(whole, parts[: len(whole)], strict=True)):
@@ -104,7 +107,7 @@ class _Layout:
             hidden[0],
             dict(zip(taps, hidden[1:], strict=True)),
             list(zip(pairs[::2], pairs[1::2], strict=True)),
-            [parts[-1] for parts in rows] if self.encoder else (),
+            [parts[-1].to(dtype) for parts in rows] if self.encoder else (),
         )
 
 
@@ -178,15 +181,15 @@ class _InFile:
         mark = int(self._mark(number)[0])
         if not mark or mark != self._sum(number):
             return None
-        tensors, at, dtype = [], self._at[number], self._layout.dtype
+        tensors, at = [], self._at[number]
         for shape in self._layout.shapes(self._examples[number]):
             if self._form == "exact":
-                tensors.append(self._tensor(dtype, shape, at))
+                tensors.append(self._tensor(self._layout.dtype, shape, at))
             else:
                 groups = (*shape[:-1], shape[-1] // _group(shape[-1]))
                 values = self._tensor(torch.int8, (*groups, -1 if 0 in groups else shape[-1] // groups[-1]), at)
                 scale = self._tensor(torch.float32, groups, at + _aligned(math.prod(shape)))
-                tensors.append((values * scale[..., None]).to(dtype).view(shape))
+                tensors.append((values * scale[..., None]).view(shape))
             at += self._nbytes(shape)
         return tensors
 
@@ -232,18 +235,21 @@ class KeptStates:
         self._store: _Store | None = None
         self._layout: _Layout | None = None
 
-    def keeping(self, run: RunTarget, *, started: bool = False) -> RunTarget:
+    def keeping(self, run: RunTarget, *, dtype: torch.dtype | None = None, started: bool = False) -> RunTarget:
         """``run``, but for examples whose states are known. Raises FileError if the disk is full.
 
+        dtype    of the pass that ``run`` makes, which has no more digits than that; None: the target's
         started  main rows are read from each row's last prompt token on only
         """
+        wanted = self._target.dtype
+        computed = wanted if dtype is None else dtype
 
         @torch.no_grad()
         def kept(batch: Batch, *, taps: Sequence[int] = (), keys_from: int | None = None) -> TargetStates:
             numbers = self._of(batch)
             if numbers is None:
                 return run(batch, taps=taps, keys_from=keys_from)
-            store, layout = self._opened(taps, keys_from, started=started)
+            store, layout = self._opened(taps, keys_from, computed, started=started)
             rows = [store.read(number) for number in numbers]
             if any(row is None for row in rows):
                 states = run(batch, taps=taps, keys_from=keys_from)
@@ -251,7 +257,7 @@ class KeptStates:
                     if rows[row] is None:
                         store.write(number, layout.split(states, batch, row))
                         rows[row] = store.read(number)  # as it will be read in later epochs
-            return layout.joined([row for row in rows if row is not None], batch, taps)
+            return layout.joined([row for row in rows if row is not None], batch, taps, wanted)
 
         return kept
 
@@ -267,8 +273,10 @@ class KeptStates:
             numbers.append(number)
         return numbers
 
-    def _opened(self, taps: Sequence[int], keys_from: int | None, *, started: bool) -> tuple[_Store, _Layout]:
-        config, dtype = self._target.config, self._target.dtype
+    def _opened(
+        self, taps: Sequence[int], keys_from: int | None, dtype: torch.dtype, *, started: bool
+    ) -> tuple[_Store, _Layout]:
+        config = self._target.config
         pairs = 0 if keys_from is None else config.num_layers - keys_from
         encoder = 0 if config.encoder is None or not pairs else config.encoder.layers.hidden_size
         shape = 1 + len(taps), config.hidden_size, pairs, config.num_kv_heads, config.head_dim, encoder

@@ -47,6 +47,7 @@ TRAINED = Trained(
     objective=EagleObjective,
     describe=_describe,
     begin=begin_with,
+    packed=lambda recipe: True,
     published=LAYOUTS,
 )
 

@@ -52,7 +52,7 @@ class EagleModule(TrainedModule):
             raise InputError(
                 f"taps has layer {config.layers[-1]}, but the target's layers end at {target.num_layers - 1}"
             )
-        self.config, self.model = config, _one_layer(target)
+        self.config, self.model, self._layers = config, _one_layer(target), target.num_layers
         width = target.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.fuse = nn.Linear(len(config.layers) * width, width, bias=False) if config.layers else None
@@ -66,6 +66,11 @@ class EagleModule(TrainedModule):
         self.register_buffer("vocabulary", ids)
         if not self.fc.weight.is_meta:
             self._begin()
+
+    @property
+    def lowest(self) -> int:
+        """Above all layers of the target: the head reads states that they have computed."""
+        return self._layers
 
     @torch.no_grad()
     def _begin(self) -> None:

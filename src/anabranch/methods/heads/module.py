@@ -102,6 +102,11 @@ class DraftHeads(TrainedModule):
         )
         self.biases: nn.ParameterList | None = None
 
+    @property
+    def lowest(self) -> int:
+        """Above all layers of a frozen target: heads read its last states."""
+        return self.model.num_layers
+
     def chain(self, k: int) -> list[ResidualBlock]:
         """The blocks of a head, counted from 0."""
         blocks = self.blocks[k]

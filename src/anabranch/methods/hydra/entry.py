@@ -56,6 +56,7 @@ TRAINED = Trained(
     describe=_describe,
     begin=begin_with,
     fresh=lambda target, module, examples, frozen: start_from_target(target, module),
+    packed=lambda recipe: True,
     published=LAYOUTS,
 )
 

@@ -65,6 +65,7 @@ TRAINED = Trained(
     begin=begin_with_heads,
     export=export_tuned,
     fresh=lambda target, module, examples, frozen: start_from_target(target, module),
+    packed=lambda recipe: not recipe.config.lora_rank,
     published=LAYOUTS,
 )
 

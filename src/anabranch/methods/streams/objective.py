@@ -142,7 +142,7 @@ class StreamObjective(FrozenObjective):
 
     def keep(self, keeping: Keeping) -> None:
         """Keep the states of the frozen target."""
-        self.run = keeping(self.run, started=True)
+        self.run = keeping(self.run, dtype=self.frozen.dtype, started=True)
 
     def states(
         self, frozen: Frozen, tokens_BT: Tensor, positions_BP: Tensor, riding_BP: Tensor | None = None
