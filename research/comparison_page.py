@@ -72,7 +72,8 @@ def default(results: Mapping[str, Result]) -> list[str]:
     """The results of the default model, the newest first."""
     lines = []
     for stem, result in sorted(results.items(), key=_date, reverse=True):
-        lines += [f"### {_date((stem, result))}", "", *heading(result), *sections(result, "####")]
+        title = f"{_date((stem, result))}, {result['environment']['kernels']}"
+        lines += [f"### {title}", "", *heading(result), *sections(result, "####")]
     return lines
 
 

@@ -35,6 +35,7 @@ STUDIES: tuple[Study, ...] = (
     learning.STUDY,
     learning.LARGER,
     learning.COMPARED,
+    learning.ADDED,
     learning.PARTS,
     overhead.STUDY,
     branching.STUDY,

@@ -162,7 +162,7 @@ def test_a_run_keeps_its_products(file: Path) -> None:
     decoder = load_target(str(file), keep=False, device="cpu").decoder
     assert chosen_for_packed(decoder, "stored") in ARITHMETIC.values()
     assert chosen_for_packed(decoder, "int8").int8
-    assert not chosen_for_packed(decoder, "stored", lowest=3).int8, "there is no layer to multiply by"
+    assert not chosen_for_packed(decoder, "int8", lowest=3).int8, "there is no layer to multiply by"
     for kept in ARITHMETIC.values():
         assert chosen_for_packed(decoder, "stored", {"plan": {"arithmetic": kept.name}}) == kept
 

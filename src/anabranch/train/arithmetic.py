@@ -97,14 +97,12 @@ def chosen_for_packed(
         )
     own, size = decoder.dtype, decoder.config.hidden_size
     if stored is not None:
-        kept = Arithmetic.named((stored.get("plan") or {}).get(ARITHMETIC, str(own)), own)
-        return kept._replace(int8=True) if form == INT8 else kept
-    dtype = _faster_dtype(own, size)
-    if form == INT8 or lowest >= decoder.config.num_layers:
-        return Arithmetic(dtype, form == INT8)
-    width = size // 32 * 32
-    if not width:
+        return Arithmetic.named((stored.get("plan") or {}).get(ARITHMETIC, str(own)), own)
+    dtype, width = _faster_dtype(own, size), size // 32 * 32
+    if lowest >= decoder.config.num_layers or not width:
         return Arithmetic(dtype, int8=False)
+    if form == INT8:
+        return Arithmetic(dtype, int8=True)
     weight, rows = torch.ones(4 * width, width, dtype=dtype), torch.ones(ROWS, width, dtype=dtype)
     slopes, int8 = torch.ones(ROWS, 4 * width, dtype=dtype), Int8Linear(weight, None)
 
