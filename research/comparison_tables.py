@@ -68,6 +68,11 @@ PRINTED = {
         "Its training still gains a little at its end (see above). What other texts or a larger target would give, "
         "this run does not tell.",
     ),
+    "hydra": Printed(
+        *(3.70, "ACL table 6 (Vicuna-7B)"),
+        "Its length still rises at the end of its training (see above). How far more completions would lengthen it, "
+        "this run does not tell.",
+    ),
     "medusa-paper:tree=sparse": Printed(
         *(2.67, "the ACL version (Vicuna-7B)"),
         "Further epochs on these completions bring nothing, and larger drafts bring little (see above). What other "

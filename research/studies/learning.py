@@ -151,16 +151,13 @@ COMPARED = replace(
 ADDED = replace(
     STUDY,
     name="learning_added",
-    title="Two more trainings on the default model",
-    measures="Learning curves, as above, of the two adapters that were measured on another machine: our Hydra, and "
-    "SPACE with its own recipe (SAR-SFT), which tunes the target with its masks and whose length is that of the tuned "
-    "target. The completions are new ones of the same prompts, 0.26 million tokens: Hydra read them 3.1 times, SPACE "
-    "once, with products of the frozen weights in int8. Each had one core, beside the other and short jobs. They were "
-    "started by `WORDS=8192 EPOCHS=3.1 EVERY=400 research/train_methods ANSWERS ADAPTERS hydra` and `WORDS=8192 "
-    "EPOCHS=1.0 EVERY=150 research/train_methods ANSWERS ADAPTERS 'space-paper --target-format int8'`.",
-    paper="mean accepted tokens on MT-Bench, Vicuna-7B: Hydra 3.70; table 2: SPACE decodes at 1.13 to 1.62 times",
+    title="Our Hydra, trained on another machine",
+    measures="The learning curve, as above, of the adapter that was [measured on that "
+    "machine](comparison.md#2026-11-30-avx512_vnni). The completions are 0.26 million tokens, 3.1 times over: fewer "
+    "than above. The training had one core, beside other trainings and short jobs. It was started by `WORDS=8192 "
+    "EPOCHS=3.1 EVERY=400 research/train_methods`.",
+    paper="mean accepted tokens on MT-Bench, Vicuna-7B: Hydra 3.70",
     command="python research/study.py learning_added --adapter hydra=ADAPTERS/hydra "
-    "--adapter 'space-paper=ADAPTERS/space-paper --target-format int8' "
     "--out benchmarks/study-learning_added-DATE.json",
 )
 
