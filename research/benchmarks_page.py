@@ -38,7 +38,7 @@ QUESTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # page, question, k
     ("memory", "How much memory does it take?", ("Memory", "Memory with many drafters", "Tables of a large text")),
     ("training", "What does training take?", ("Training rates", "Segment attention")),
 )
-LATEST = ("Training rates", "Long context")  # the newest alone: older machines and versions add nothing
+LATEST = ("Training rates", "Long context")  # the newest of each model: older machines and versions add nothing
 MERGED = {"Certificates": certificates, "Several prompts at a time": throughput}
 Record = Mapping[str, Any]
 
@@ -101,7 +101,8 @@ def page(question: str, kinds: tuple[str, ...], every: Mapping[str, Result]) -> 
         if not chosen:
             continue
         if kind in LATEST:
-            chosen = dict([max(chosen.items(), key=lambda each: (_date(each[1]), each[0]))])
+            order = sorted(chosen.items(), key=lambda each: (_date(each[1]), each[0]))
+            chosen = dict({str(result.get("model")): (stem, result) for stem, result in order}.values())
         if len(kinds) > 1:
             lines += [f"## {kind}", ""]
         if kind in MERGED:
