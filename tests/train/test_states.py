@@ -35,7 +35,12 @@ def texts() -> list[Example]:
 
 
 def trainer(
-    folder: Path, keep: str, *, plan: dict[str, str] | None = None, states: Path | None = None
+    folder: Path,
+    keep: str,
+    *,
+    plan: dict[str, str] | None = None,
+    states: Path | None = None,
+    target_format: str = "stored",
 ) -> tuple[Trainer, list[int]]:
     """A trainer, and a list that receives the rows of each pass of the frozen target."""
     torch.manual_seed(0)
@@ -48,7 +53,7 @@ def trainer(
         return run(batch, **options)
 
     objective.run = counted
-    options = replace(OPTIONS, keep_states=keep)  # type: ignore[arg-type]
+    options = replace(OPTIONS, keep_states=keep, target_format=target_format)  # type: ignore[arg-type]
     examples = texts()
     parts = small(), adapter, objective, examples[2:], examples[:2], options, folder
     return Trainer(*parts, plan=plan, states=states), passes
@@ -92,9 +97,12 @@ def test_trainings_on_the_same_examples_share_states(tmp_path: Path) -> None:
     other, others = trainer(tmp_path / "c", "exact", plan={"target": "another"}, states=tmp_path / "states")
     losses(other)
     assert sum(others) == len(SIZES)
-    assert len(list((tmp_path / "states").iterdir())) == 2
+    narrow, its = trainer(tmp_path / "d", "exact", states=tmp_path / "states", target_format="nf4")
+    losses(narrow)
+    assert sum(its) == len(SIZES), "a target in 4 bits has other states"
+    assert len(list((tmp_path / "states").iterdir())) == 3
     with pytest.raises(InputError, match="use --keep-states exact, or int8"):
-        trainer(tmp_path / "d", "none", states=tmp_path / "states")
+        trainer(tmp_path / "e", "none", states=tmp_path / "states")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -118,7 +118,8 @@ class Trainer:
         self.states: KeptStates | None = None
         # the processes that share the layers of a target have to compute the same passes
         if options.keep_states != "none" and not self.processes.sharded:
-            identity = json.dumps([self.plan.get(name) for name in _COMPUTED])
+            nf4 = options.target_format == "nf4"  # otherwise the frozen pass runs on the target as it was loaded
+            identity = json.dumps([*(self.plan.get(name) for name in _COMPUTED), nf4])
             whole = [*examples, *held_out]
             place, shared, form = states or folder, states is not None, options.keep_states
             self.states = KeptStates(place, target, whole, identity=identity, form=form, shared=shared, say=say)
