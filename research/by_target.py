@@ -75,11 +75,12 @@ def _newest(results: Mapping[str, Result], nodes: int) -> Iterator[tuple[str, Ce
             for record in alone(method):
                 if record["name"] in (f"{nodes} nodes", "as given"):
                     facts = method["facts"]
-                    told = None if facts.get("init") else facts.get("answer_tokens", 0) * facts.get("epochs", 0) / 1e6
+                    trained = facts.get("answer_tokens", 0) * facts.get("epochs", 0) / 1e6
+                    tokens = None if facts.get("init") else trained
                     length, speedup = record["mean_acceptance_length"], record["speedup_total"]
                     # a trained draft model is labelled with the name of its folder
                     name = "draft_model" if method["name"] == "draft-model" else method["name"]
-                    yield name, Cell(record["name"], length, speedup, told, source)
+                    yield name, Cell(record["name"], length, speedup, tokens, source)
 
 
 def _large() -> Iterator[tuple[tuple[str, int], Cell]]:

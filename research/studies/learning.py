@@ -152,10 +152,10 @@ ADDED = replace(
     STUDY,
     name="learning_added",
     title="Our Hydra, trained on another machine",
-    measures="The learning curve, as above, of the adapter that was [measured on that "
-    "machine](comparison.md#2026-11-30-avx512_vnni). The completions are 0.26 million tokens, 3.1 times over: fewer "
-    "than above. The training had one core, beside other trainings and short jobs. It was started by `WORDS=8192 "
-    "EPOCHS=3.1 EVERY=400 research/train_methods`.",
+    measures="The learning curve of the Hydra that was [measured on a Xeon with "
+    "AVX-512](comparison.md#2026-11-30-avx512_vnni). It was trained on 0.26 million completion tokens, 3.1 times over, "
+    "which is less data than above. The training ran on one core while the other was busy; `WORDS=8192 EPOCHS=3.1 "
+    "EVERY=400 research/train_methods` started it.",
     paper="mean accepted tokens on MT-Bench, Vicuna-7B: Hydra 3.70",
     command="python research/study.py learning_added --adapter hydra=ADAPTERS/hydra "
     "--out benchmarks/study-learning_added-DATE.json",

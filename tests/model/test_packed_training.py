@@ -98,8 +98,10 @@ def test_losses_are_those_of_the_dequantised_target(
 ) -> None:
     target = load_target(str(file), keep=False, device="cpu")
     assert target.quantize == "stored"
-    monkeypatch.setattr("anabranch.train.fit.chosen_for_packed", lambda *_, **__: ARITHMETIC[arithmetic])
-    record, losses = trained(target, tmp_path / "packed", method)
+    chosen = ARITHMETIC[arithmetic]
+    monkeypatch.setattr("anabranch.train.arithmetic._faster_dtype", lambda *_: chosen.dtype)
+    monkeypatch.setattr("anabranch.train.arithmetic._least_seconds", lambda *_: {True: 1.0, False: 0.5})
+    record, losses = trained(target, tmp_path / "packed", method, target_format="int8" if chosen.int8 else "stored")
     assert record["training"]["arithmetic"] == arithmetic
     dense = load_target(str(file), keep=False, device="cpu", dtype="float32")
     assert dense.fingerprint == target.fingerprint
