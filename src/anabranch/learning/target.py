@@ -85,7 +85,7 @@ def run_frozen(
     if keys_from is not None:  # copies, so that the cache of the lower layers is freed
         keys, values = (part[keys_from:].to(target.dtype, copy=True) for part in (cache.keys, cache.values))
         pairs = list(zip(keys, values, strict=True))
-        encoded = [states.to(target.dtype) for states in encoded]
+        encoded = [states.to(runner.dtype).to(target.dtype) for states in encoded]
     taps_BTD = {layer: by_row(result.taps[layer]) for layer in taps}
     return TargetStates(by_row(result.hidden_MD), taps_BTD, pairs, encoded if pairs else ())
 
