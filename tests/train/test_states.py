@@ -91,7 +91,7 @@ def test_a_training_is_the_same_with_kept_states(tmp_path: Path, form: str, near
 def test_trainings_on_the_same_examples_share_states(tmp_path: Path) -> None:
     first, passes = trainer(tmp_path / "a", "exact", states=tmp_path / "states")
     wanted = losses(first)
-    second, more = trainer(tmp_path / "b", "exact", states=tmp_path / "states")
+    second, more = trainer(tmp_path / "b", "exact", plan={"arithmetic": "another"}, states=tmp_path / "states")
     assert losses(second) == wanted
     assert (sum(passes), more) == (len(SIZES), [])
     other, others = trainer(tmp_path / "c", "exact", plan={"target": "another"}, states=tmp_path / "states")

@@ -48,7 +48,7 @@ NAMED = 8  # maximum number of rows of a broken batch in a message
 TREES = (4, 8)  # nodes of additional trees in the final evaluation
 # options that may change when a run is resumed: they do not affect the weights of a step, or by rounding only
 _FREE = ("evaluate_every", "evaluate_rows", "checkpoint_every", "patience", "accumulate", "recompute", "keep_states")
-_COMPUTED = ("target", "quantize", "arithmetic")  # in ``plan``: what the target's states depend on
+_COMPUTED = ("target", "quantize")  # in ``plan``: what the target's states depend on, besides their type
 _WHOSE = ("method", "target")  # in ``plan``: a run of another one is never continued
 Part = tuple[Share, Callable[[], Any]]  # a share of a step's batch, and what returns the target's states for it
 # what identifies a run besides its options, and why it may differ although all options are equal
