@@ -9,6 +9,8 @@
 namespace {
 
 constexpr int TILE_ROWS = 5, QUANTIZED_TILE_ROWS = 3, MAX_TILE_ROWS = 5, ACCUMULATORS = 7;
+template <class F>
+constexpr bool WIDENS = false;
 constexpr bool MATRIX_UNIT = false, matrix_tiles = false;
 
 // ---- types --------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def check_products(name: str, rows: int, kind: str = "stored") -> None:
 
 
 @in_every_format
-@pytest.mark.parametrize("rows", [1, 5, 8, 19])
+@pytest.mark.parametrize("rows", [1, 5, 8, 19, 45])
 def test_products(name: str, rows: int) -> None:
     """Rows are rounded to int8 and nothing else, and a row's product does not depend on the others, to the bit."""
     check_products(name, rows)

@@ -11,6 +11,8 @@ namespace {
 constexpr int TILE_ROWS = 24;
 constexpr int QUANTIZED_TILE_ROWS = 24;
 constexpr int ACCUMULATORS = 6;
+template <class F>
+constexpr bool WIDENS = false;
 constexpr bool MATRIX_UNIT = false, matrix_tiles = false;
 constexpr int MAX_TILE_ROWS = TILE_ROWS;
 

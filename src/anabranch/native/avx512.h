@@ -14,6 +14,10 @@ constexpr int TILE_ROWS = 14;           // 28 accumulators, 2 weights and a broa
 constexpr int QUANTIZED_TILE_ROWS = 8;  // quantised rows keep two accumulators for each output
 constexpr int ACCUMULATORS = 28;
 
+// Not if values are bytes already, nor if a scale can be too large for ``scaled``.
+template <class F>
+constexpr bool WIDENS = F::LOW < 8 && !F::POWERS;
+
 #ifdef ANABRANCH_PAIRS  // set by recipe.py
 constexpr bool PAIRS = true;
 bool matrix_tiles = false;

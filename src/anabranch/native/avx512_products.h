@@ -225,34 +225,38 @@ inline void multiply_interleaved(int count, const bf16* x, int64_t stride, const
 // Values 4 q to 4 q + 3 of 16 outputs, half ``i``, of a group in the format F.
 template <class F>
 inline __m512i stored_quad(const uint8_t* group, int q, int i) {
-  constexpr int LOW_EACH = 8 / F::LOW;
-  const __m512i low = _mm512_loadu_si512(group + 128 * (q / LOW_EACH) + 64 * i);
-  const int shift = F::LOW * (q % LOW_EACH);
-  __m512i value = low;
-  if (F::LOW < 8) {
-    value = shift == 0 ? low : _mm512_srli_epi16(low, static_cast<unsigned>(shift));
-    value = _mm512_and_si512(value, _mm512_set1_epi8(static_cast<char>((1 << F::LOW) - 1)));
+  if constexpr (F::WIDE) {
+    return _mm512_loadu_si512(group + 128 * q + 64 * i);
+  } else {
+    constexpr int LOW_EACH = 8 / F::LOW;
+    const __m512i low = _mm512_loadu_si512(group + 128 * (q / LOW_EACH) + 64 * i);
+    const int shift = F::LOW * (q % LOW_EACH);
+    __m512i value = low;
+    if (F::LOW < 8) {
+      value = shift == 0 ? low : _mm512_srli_epi16(low, static_cast<unsigned>(shift));
+      value = _mm512_and_si512(value, _mm512_set1_epi8(static_cast<char>((1 << F::LOW) - 1)));
+    }
+    if constexpr (F::HIGH > 0) {
+      constexpr int HIGH_EACH = 8 / F::HIGH;
+      const __m512i bits = _mm512_loadu_si512(group + 128 * (F::LOW + q / HIGH_EACH) + 64 * i);
+      const int up = F::LOW - F::HIGH * (q % HIGH_EACH);
+      const __m512i moved = up >= 0 ? _mm512_slli_epi16(bits, static_cast<unsigned>(up >= 0 ? up : 0))
+                                    : _mm512_srli_epi16(bits, static_cast<unsigned>(up < 0 ? -up : 0));
+      const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << F::HIGH) - 1) << F::LOW));
+      value = _mm512_ternarylogic_epi32(value, moved, mask, 0xf8);  // value | (moved & mask)
+    }
+    if constexpr (F::CODES) {
+      alignas(64) static constexpr auto bytes = [] {
+        struct {
+          uint8_t of[64];
+        } table{};
+        for (int c = 0; c < 64; ++c) table.of[c] = static_cast<uint8_t>(F::TABLE[c % 16] + CODE_OFFSET);
+        return table;
+      }();
+      value = _mm512_shuffle_epi8(_mm512_load_si512(bytes.of), value);
+    }
+    return value;
   }
-  if constexpr (F::HIGH > 0) {
-    constexpr int HIGH_EACH = 8 / F::HIGH;
-    const __m512i bits = _mm512_loadu_si512(group + 128 * (F::LOW + q / HIGH_EACH) + 64 * i);
-    const int up = F::LOW - F::HIGH * (q % HIGH_EACH);
-    const __m512i moved = up >= 0 ? _mm512_slli_epi16(bits, static_cast<unsigned>(up >= 0 ? up : 0))
-                                  : _mm512_srli_epi16(bits, static_cast<unsigned>(up < 0 ? -up : 0));
-    const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << F::HIGH) - 1) << F::LOW));
-    value = _mm512_ternarylogic_epi32(value, moved, mask, 0xf8);  // value | (moved & mask)
-  }
-  if constexpr (F::CODES) {
-    alignas(64) static constexpr auto bytes = [] {
-      struct {
-        uint8_t of[64];
-      } table{};
-      for (int c = 0; c < 64; ++c) table.of[c] = static_cast<uint8_t>(F::TABLE[c % 16] + CODE_OFFSET);
-      return table;
-    }();
-    value = _mm512_shuffle_epi8(_mm512_load_si512(bytes.of), value);
-  }
-  return value;
 }
 
 // Scales and minima of 16 outputs, half ``i``, for the values of half ``h`` of a group.
@@ -278,6 +282,52 @@ struct StoredScales {
   __m512 scale, minimum;
 };
 
+template <int HALVES, bool MINIMUM>
+struct StoredScales<WideFormat<HALVES, MINIMUM>> {
+  StoredScales(const uint8_t*, const uint8_t* group, int h, int i) {
+    using F = WideFormat<HALVES, MINIMUM>;
+    const uint8_t* at = group + F::scales_at(h) + 64 * i;
+    scale = _mm512_loadu_ps(at);
+    minimum = MINIMUM ? _mm512_loadu_ps(at + F::SCALE_BYTES) : _mm512_setzero_ps();
+  }
+  __m512 scale, minimum;
+};
+
+template <class F>
+NOINLINE void widen(F, const uint8_t* block, int width, uint8_t* to) {
+  using W = Wide<F>;
+  const __m512i offset = _mm512_set1_epi8(static_cast<char>(F::MINIMUM ? 0 : W::OFFSET - F::OFFSET));
+  for (int g = 0; g < width / BLOCK; ++g, to += W::GROUP) {
+    const uint8_t *head = block + F::head_at(g), *group = block + F::group_at(g);
+#pragma GCC unroll 8
+    for (int q = 0; q < BLOCK / 4; ++q)
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i)
+        _mm512_storeu_si512(to + 128 * q + 64 * i, _mm512_add_epi8(stored_quad<F>(group, q, i), offset));
+#pragma GCC unroll 2
+    for (int h = 0; h < F::HALVES; ++h)
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const StoredScales<F> of(head, group, h, i);
+        uint8_t* at = to + W::scales_at(h) + 64 * i;
+        _mm512_storeu_ps(at, of.scale);
+        if constexpr (F::MINIMUM) _mm512_storeu_ps(at + W::SCALE_BYTES, F::SUB ? -of.minimum : of.minimum);
+      }
+  }
+}
+
+// 1.5 * 2^23, and its bits: with an integer between -2^22 and 2^22 added to the bits, they are the float BASE plus the integer.
+constexpr float BASE = 12582912.0f;
+constexpr int BASE_BITS = 0x4b400000;
+
+// sum * scale, rounded once. Sums of WIDE formats begin with BASE_BITS, so that they are not converted: a scale has at most 19 bits
+// (11 of a half, 8 of an integer), which makes BASE * scale exact.
+template <class F>
+inline __m512 scaled(__m512i sum, __m512 scale) {
+  if constexpr (F::WIDE) return _mm512_fmsub_ps(_mm512_castsi512_ps(sum), scale, _mm512_mul_ps(_mm512_set1_ps(BASE), scale));
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+}
+
 // ``multiply_stored`` for exactly ROWS rows
 template <class F, int ROWS>
 NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
@@ -289,14 +339,14 @@ NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, cons
   for (int g = 0; g < width / BLOCK; ++g) {
     const uint8_t *head = block + F::head_at(g), *w = block + F::group_at(g);
     const QuantizedGroup* v = x + g;
-    const char* ahead = next + F::group_at(g) * lines / 2;
+    const char* ahead = next + (F::WIDE ? 64 * F::CACHE_LINES * g : F::group_at(g)) * lines / 2;
 #pragma GCC unroll 2
     for (int h = 0; h < F::HALVES; ++h) {
       __m512i sum[ROWS][2];
 #pragma GCC unroll 8
       for (int m = 0; m < ROWS; ++m) {
-        constexpr int OFFSET = byte_offset<F>();
-        sum[m][0] = sum[m][1] = _mm512_set1_epi32(offset_of<OFFSET>(v[m * stride], h, F::HALVES));
+        constexpr int OFFSET = byte_offset<F>(), BEGIN = F::WIDE ? BASE_BITS : 0;
+        sum[m][0] = sum[m][1] = _mm512_set1_epi32(BEGIN + offset_of<OFFSET>(v[m * stride], h, F::HALVES));
       }
 #pragma GCC unroll 8
       for (int i = 0; i < QUADS; ++i) {
@@ -320,8 +370,8 @@ NOINLINE void multiply_stored_rows(const QuantizedGroup* x, int64_t stride, cons
         const StoredScales<F> of(head, w, h, i);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; ++m) {
-          const __m512 f = _mm512_cvtepi32_ps(sum[m][i]), s = _mm512_set1_ps(v[m * stride].scale);
-          total[m][i] = _mm512_fmadd_ps(_mm512_mul_ps(f, of.scale), s, total[m][i]);
+          const __m512 s = _mm512_set1_ps(v[m * stride].scale);
+          total[m][i] = _mm512_fmadd_ps(scaled<F>(sum[m][i], of.scale), s, total[m][i]);
           if constexpr (F::MINIMUM) {
             const __m512 values = _mm512_set1_ps(sum_of(v[m * stride], h, F::HALVES));
             total[m][i] = F::SUB ? _mm512_fnmadd_ps(values, of.minimum, total[m][i])

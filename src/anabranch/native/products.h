@@ -20,6 +20,7 @@ namespace {
 
 constexpr int MANY_ROWS = 256;        // rows multiplied by all blocks of a weight before the next ones are
 constexpr int PREFETCH_BYTES = 8192;  // distance between the weights that are read and those that are prefetched
+constexpr int WIDE_TILES = 4;         // more tiles multiply widened blocks of stored weights
 
 // values in one T
 template <class T>
@@ -83,33 +84,36 @@ inline int multiply_rows_by(int m, int count, const T* x, int64_t stride, const 
   return n;
 }
 
-// Compact blocks expanded to bf16, kept by each thread while it multiplies tile after tile; a layer alternates between two.
+// Expanded blocks, kept by each thread while it multiplies tile after tile; a layer alternates between two.
 class ExpandedBlocks {
  public:
-  // Block b of w, which the first tile (m = 0) expands; null if there is no memory.
-  const bf16* of(int m, const Packed& w, int b) {
+  // Block b of w in ``size`` bytes, as expand(from, to) writes it for the first tile (m = 0); null if there is no memory.
+  template <class Expand>
+  const char* of(int m, const Packed& w, int b, int64_t size, Expand&& expand) {
     Kept& kept = kept_[b & 1];
     const char* from = w.block(b);
-    const int64_t size = static_cast<int64_t>(w.width) * BLOCK;
-    if (m > 0 && kept.from == from && kept.size == size) return kept.values.get();
+    if (m > 0 && kept.from == from && kept.size == size) return kept.bytes.get();
     if (kept.capacity < size) {
-      kept.values.reset(new (std::nothrow) bf16[static_cast<size_t>(size)]);
-      kept.capacity = kept.values ? size : 0;
+      kept.bytes.reset(new (std::align_val_t(64), std::nothrow) char[static_cast<size_t>(size)]);
+      kept.capacity = kept.bytes ? size : 0;
     }
     kept.from = from, kept.size = size;
-    for (int64_t at = 0; kept.values && at < size; at += BLOCK * BLOCK, from += Int4::GROUP)
-      expand_and_prefetch(from, from + PREFETCH_BYTES, kept.values.get() + at);
-    return kept.values.get();
+    if (kept.bytes) expand(from, kept.bytes.get());
+    return kept.bytes.get();
   }
 
  private:
+  struct Delete {
+    void operator()(char* bytes) const { operator delete[](bytes, std::align_val_t(64)); }
+  };
   struct Kept {
     const char* from = nullptr;
     int64_t size = 0, capacity = 0;
-    std::unique_ptr<bf16[]> values;
+    std::unique_ptr<char[], Delete> bytes;
   };
   Kept kept_[2];
 };
+thread_local ExpandedBlocks expanded_blocks;
 
 // ``multiply_tile`` for groups of a compact block, each expanded in the first-level cache; prefetches the same number of groups
 // from ``next`` on
@@ -125,13 +129,22 @@ inline void multiply_expanding(int count, const T* x, int64_t stride, const char
   }
 }
 
+// Block b of a compact weight as one of bf16
+inline const bf16* expanded_to_bf16(int m, const Packed& w, int b) {
+  const int64_t groups = w.width / BLOCK, values = BLOCK * BLOCK;
+  const auto expand = [&](const char* from, char* to) {
+    for (int64_t g = 0; g < groups; ++g, from += Int4::GROUP)
+      expand_and_prefetch(from, from + PREFETCH_BYTES, reinterpret_cast<bf16*>(to) + g * values);
+  };
+  return reinterpret_cast<const bf16*>(expanded_blocks.of(m, w, b, groups * values * 2, expand));
+}
+
 // ``multiply_rows_by`` for block b of a compact weight
 template <class T>
 inline int multiply_compact(int m, int count, const T* x, const Packed& w, int b, Sums& acc) {
-  thread_local ExpandedBlocks expanded;
   const int size = tile_rows<T>(count, w.width), n = std::min(size, count - m);
   const T* rows = x + static_cast<int64_t>(m) * w.width;
-  const bf16* whole = n == count ? nullptr : expanded.of(m, w, b);
+  const bf16* whole = n == count ? nullptr : expanded_to_bf16(m, w, b);
   if (whole != nullptr) {
     multiply_tile<bf16, 0>(n, rows, w.width, whole, w.width, nullptr, acc);
     return n;
@@ -197,33 +210,49 @@ inline int multiply_rows(int m, int count, const T* x, const Packed& w, int b, S
   return multiply_rows_by<P, P>(m, count, x, w.width, w.block(b), w.block_bytes(), w.width, acc);
 }
 
-// ``multiply_rows_by`` for a block in a format of GGUF files
+// block b, in a format of GGUF files, widened; null if there is no memory
 template <class F>
-inline int multiply_stored_by(int m, int count, const QuantizedGroup* x, const char* data, int width, Sums& acc) {
-  const int size = tile_rows<QuantizedGroup>(count, width), n = std::min(size, count - m), tile = m / size;
-  const int64_t stride = width / BLOCK, bytes = F::bytes(width);
+inline const uint8_t* widened(int m, const Packed& w, int b) {
+  const auto expand = [&](const char* from, char* to) {
+    widen(F{}, reinterpret_cast<const uint8_t*>(from), w.width, reinterpret_cast<uint8_t*>(to));
+  };
+  return reinterpret_cast<const uint8_t*>(expanded_blocks.of(m, w, b, Wide<F>::bytes(w.width), expand));
+}
+
+// ``multiply_rows_by`` for block b, in a format of GGUF files. Of a widened one, each tile prefetches a part of the next block.
+template <class F>
+inline int multiply_stored_by(int m, int count, const QuantizedGroup* x, const Packed& w, int b, Sums& acc) {
+  const int size = tile_rows<QuantizedGroup>(count, w.width), n = std::min(size, count - m), tile = m / size;
+  const int64_t stride = w.width / BLOCK, bytes = F::bytes(w.width);
   const QuantizedGroup* rows = x + m * stride;
+  const char* data = w.block(b);
+  if constexpr (WIDENS<F>)
+    if (const uint8_t* wide = count > WIDE_TILES * size ? widened<F>(m, w, b) : nullptr) {
+      const int64_t part = tile * Wide<F>::prefetched(w.width);
+      multiply_stored<Wide<F>>(n, rows, stride, wide, w.width, data + bytes + part, part < bytes ? 1 : 0, acc);
+      return n;
+    }
   const auto* block = reinterpret_cast<const uint8_t*>(data);
   if (n == count)
-    multiply_stored<F>(n, rows, stride, block, width, data + PREFETCH_BYTES, 2, acc);
+    multiply_stored<F>(n, rows, stride, block, w.width, data + PREFETCH_BYTES, 2, acc);
   else if (tile < 2)
-    multiply_stored<F>(n, rows, stride, block, width, data + bytes + tile * (bytes / 2), 1, acc);
+    multiply_stored<F>(n, rows, stride, block, w.width, data + bytes + tile * (bytes / 2), 1, acc);
   else
-    multiply_stored<F>(n, rows, stride, block, width, data, 0, acc);
+    multiply_stored<F>(n, rows, stride, block, w.width, data, 0, acc);
   return n;
 }
 
 inline int multiply_rows(int m, int count, const QuantizedGroup* x, const Packed& w, int b, Sums& acc) {
   if (w.kind == INT8)
     return multiply_rows_by<Int8, uint8_t>(m, count, x, w.width / BLOCK, w.block(b), w.block_bytes(), w.width, acc);
-  if (w.kind == INT4) return multiply_stored_by<Int4>(m, count, x, w.block(b), w.width, acc);
+  if (w.kind == INT4) return multiply_stored_by<Int4>(m, count, x, w, b, acc);
   int n = 0;
   with_stored_type(w.entry(b).type, [&](auto format) {
     using F = decltype(format);
     if constexpr (F::FLOATS)
       n = multiply_floats<F>(m, count, x, w.block(b), w.width, acc);
     else
-      n = multiply_stored_by<F>(m, count, x, w.block(b), w.width, acc);
+      n = multiply_stored_by<F>(m, count, x, w, b, acc);
   });
   return n;
 }

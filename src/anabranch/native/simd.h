@@ -10,6 +10,7 @@
 //   QUANTIZED_TILE_ROWS  the same for weights in int8 and int4
 //   MAX_TILE_ROWS        the largest number of rows that ``multiply_tile`` takes
 //   MATRIX_UNIT          whether there can be a matrix unit
+//   WIDENS<F>            whether blocks in the format F (stored.h) are widened for many rows
 //   ACCUMULATORS         F32x16 accumulators that registers hold while attention scores are computed
 //
 // ---- types ----
@@ -67,7 +68,10 @@
 //       (0, 1 or 2) cache lines from ``next`` on for every two lines of weights.
 //   void multiply_stored<F>(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width,
 //                           const char* next, int lines, Sums& acc)
-//       the same for a block of an int4 weight (F is Int4), or of a stored one (Stored<type>; see stored.h)
+//       the same for a block of an int4 weight (F is Int4), or of a stored one (Stored<type>, or widened Wide<Stored<type>>; see
+//       stored.h)
+//   void widen(F, const uint8_t* block, int width, uint8_t* to)     a block of F -> Wide<F>, where WIDENS<F>; its products are
+//                                        equal to the bit
 //   void expand_group(const uint8_t* group, bf16* to)
 //       a group of int4 weights, scale * value + minimum rounded to bf16, as 32 values of k of a bf16 block
 //   void multiply_interleaved(count, const T* x, int64_t stride, const char* from, int groups, const char* next, Sums& acc)

@@ -37,7 +37,7 @@ constexpr int8_t MX_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6,
 // RAW_BYTES: of a file's block, which has 256 values in SUB formats and else 32
 template <int LOW_BITS, int HIGH_BITS, int LESS, bool WITH_MINIMUM, int PARTS, bool SUB_SCALES, int FILE_BYTES>
 struct StoredFormat {
-  static constexpr bool FLOATS = false;
+  static constexpr bool FLOATS = false, WIDE = false;
   static constexpr int LOW = LOW_BITS, HIGH = HIGH_BITS, OFFSET = LESS, HALVES = PARTS, RAW_BYTES = FILE_BYTES;
   static constexpr bool MINIMUM = WITH_MINIMUM, SUB = SUB_SCALES, CODES = LESS == CODE_OFFSET && LOW_BITS == 4;
   static constexpr const int8_t* TABLE = NO_CODES;
@@ -92,6 +92,25 @@ template <> struct Stored<MXFP4> : StoredFormat<4, 0, CODE_OFFSET, false, 1, fal
   static constexpr const int8_t* TABLE = MX_CODES;
   static constexpr bool POWERS = true;
 };  // clang-format on
+
+// What blocks of integers are widened to, where many rows are multiplied by them. A group has a byte for each value (not a code) plus
+// OFFSET, 4 of each output in a line of 128 bytes; then for each half of the values the outputs' scales, and then minima, in float.
+template <int PARTS, bool WITH_MINIMUM>
+struct WideFormat {
+  static constexpr bool WIDE = true, MINIMUM = WITH_MINIMUM, SUB = false;
+  static constexpr int HALVES = PARTS, OFFSET = 128, PLANES = MINIMUM ? 2 : 1;
+  static constexpr int VALUE_BYTES = BLOCK * BLOCK, SCALE_BYTES = 4 * BLOCK, GROUP = VALUE_BYTES + HALVES * PLANES * SCALE_BYTES;
+  static constexpr int CACHE_LINES = 8;  // that are prefetched beside a group
+
+  static constexpr int64_t head_at(int) { return 0; }
+  static constexpr int64_t group_at(int g) { return static_cast<int64_t>(g) * GROUP; }
+  static constexpr int64_t scales_at(int h) { return VALUE_BYTES + h * PLANES * SCALE_BYTES; }
+  static constexpr int64_t bytes(int width) { return group_at(width / BLOCK); }
+  // bytes that are prefetched beside a block, with one line for each two of weights
+  static constexpr int64_t prefetched(int width) { return static_cast<int64_t>(width / BLOCK) * 64 * CACHE_LINES / 2; }
+};
+template <class F>
+using Wide = WideFormat<F::HALVES, F::MINIMUM>;
 
 // Weights that are quantised here, to four bits with a scale and a minimum for each group, have this format, too.
 using Int4 = Stored<Q4_1>;
