@@ -93,8 +93,9 @@ template <> struct Stored<MXFP4> : StoredFormat<4, 0, CODE_OFFSET, false, 1, fal
   static constexpr bool POWERS = true;
 };  // clang-format on
 
-// What blocks of integers are widened to, where many rows are multiplied by them. A group has a byte for each value (not a code) plus
-// OFFSET, 4 of each output in a line of 128 bytes; then for each half of the values the outputs' scales, and then minima, in float.
+// What blocks of integers are widened to, where many rows are multiplied by them. A group has a byte for each value (not a code), plus
+// OFFSET if there is no minimum, 4 of each output in a line of 128 bytes; then for each half of the values the outputs' scales, and
+// then minima, in float.
 template <int PARTS, bool WITH_MINIMUM>
 struct WideFormat {
   static constexpr bool WIDE = true, MINIMUM = WITH_MINIMUM, SUB = false;
