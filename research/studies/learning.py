@@ -153,11 +153,11 @@ ADDED = replace(
     name="learning_added",
     title="Trainings of the comparison on another machine",
     measures="Learning curves of the adapters that were [measured on a Xeon with "
-    "AVX-512](comparison.md#2026-11-30-avx512_vnni). They were trained on 0.26 million completion tokens, which is less "
-    "than above: our Hydra 3.1 times over; once, and together with the target, the masks of SPACE, in products of "
-    "int8; Medusa-2 0.8 times, from our Medusa's heads, which had seen them 3.1 times. Two trainings shared the machine "
-    "most of the time. They were started by `WORDS=8192 research/train_methods`. Lengths of a "
-    "tuned target count its own next tokens, in texts of the untuned one.",
+    "AVX-512](comparison.md#2026-11-30-avx512_vnni). They were trained on 0.26 million completion tokens, which is "
+    "less than above: our Hydra 3.1 times over; once, and together with the target, the masks of SPACE, in products of "
+    "int8; Medusa-2 0.8 times, from our Medusa's heads, which had seen them 3.1 times. Two trainings shared the "
+    "machine most of the time. They were started by `WORDS=8192 research/train_methods`. Lengths of a tuned target "
+    "count its own next tokens, in texts of the untuned one.",
     paper="mean accepted tokens on MT-Bench, Vicuna-7B: Hydra 3.70",
     command="python research/study.py learning_added --adapter hydra=ADAPTERS/hydra "
     "--adapter 'space-paper=ADAPTERS/space-paper --target-format int8' --adapter medusa2=ADAPTERS/medusa2 "
