@@ -328,7 +328,7 @@ inline __m256 times_bytes(__m256 halves, const uint8_t* p) {
 template <class F, int ROWS, int VECTORS>
 NOINLINE void multiply_stored_part(const QuantizedGroup* x, int64_t stride, const uint8_t* head, const uint8_t* w, int groups,
                                    int at, const char* next, int fetched, __m256 (*total)[4]) {
-  constexpr int QUADS = BLOCK / 4 / F::HALVES, BITS = F::CODES ? 8 : F::LOW + F::HIGH;
+  constexpr int QUADS = BLOCK / 4 / F::HALVES, BITS = F::DIGITS;
   __m256 scale[VECTORS], minimum[VECTORS];
   const auto read_halves = [&](const uint8_t* from) {
 #pragma GCC unroll 4
@@ -377,6 +377,21 @@ NOINLINE void multiply_stored_part(const QuantizedGroup* x, int64_t stride, cons
   }
 }
 
+// groups of F behind their head -> the same in Unpacked<F>
+template <class F>
+NOINLINE void unpack(const uint8_t* head, const uint8_t* w, int groups, uint8_t* to) {
+  std::memcpy(to, head, F::HEAD);
+  to += F::HEAD;
+  for (int g = 0; g < groups; ++g, w += F::GROUP, to += Unpacked<F>::GROUP) {
+#pragma GCC unroll 8
+    for (int q = 0; q < BLOCK / 4; ++q)
+#pragma GCC unroll 4
+      for (int at = 0; at < 4; ++at)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 128 * q + 32 * at), stored_quad<F>(w, q, at));
+    std::memcpy(to + Unpacked<F>::VALUE_BYTES, w + F::VALUE_BYTES, F::GROUP - F::VALUE_BYTES);
+  }
+}
+
 template <class F>
 inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, const uint8_t* block, int width, const char* next,
                             int lines, Sums& acc) {
@@ -387,16 +402,27 @@ inline void multiply_stored(int count, const QuantizedGroup* x, int64_t stride, 
   for (int m = 0; m < count; ++m)
     for (auto& v : total[m]) v = _mm256_setzero_ps();
   for (int g = 0; g < all; g += TOGETHER) {
-    const uint8_t *head = block + F::head_at(g), *w = block + F::group_at(g);
+    const int groups = std::min(TOGETHER, all - g);
     const char* ahead = next + F::group_at(g) * lines / 2;
-    for (int m = 0; m < count; m += size)
-      with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
-        constexpr int VECTORS = n == 1 ? 4 : 2;
-        const int each = (fetched * VECTORS + 7) / 8;
-        for (int at = 0; at < 4; at += VECTORS)
-          multiply_stored_part<F, n, VECTORS>(x + g + m * stride, stride, head, w, std::min(TOGETHER, all - g), at,
-                                     ahead + 64 * TOGETHER * each * at / VECTORS, m == 0 ? each : 0, total + m);
-      });
+    const auto multiply = [&](auto format, const uint8_t* head, const uint8_t* w) {
+      for (int m = 0; m < count; m += size)
+        with_constant<ROWS_AT_ONCE>(std::min(size, count - m), [&](auto n) {
+          constexpr int VECTORS = n == 1 ? 4 : 2;
+          const int each = (fetched * VECTORS + 7) / 8;
+          for (int at = 0; at < 4; at += VECTORS)
+            multiply_stored_part<decltype(format), n, VECTORS>(x + g + m * stride, stride, head, w, groups, at,
+                                                               ahead + 64 * TOGETHER * each * at / VECTORS, m == 0 ? each : 0, total + m);
+        });
+    };
+    const uint8_t *head = block + F::head_at(g), *w = block + F::group_at(g);
+    if constexpr (F::LOW < 8)
+      if (parts > 2) {
+        alignas(32) uint8_t unpacked[F::HEAD + TOGETHER * Unpacked<F>::GROUP];
+        unpack<F>(head, w, groups, unpacked);
+        multiply(Unpacked<F>{}, unpacked, unpacked + F::HEAD);
+        continue;
+      }
+    multiply(F{}, head, w);
   }
   auto* sums = &acc[0][0].low;
   for (int m = 0; m < count; ++m)

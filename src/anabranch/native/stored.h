@@ -41,6 +41,7 @@ struct StoredFormat {
   static constexpr int LOW = LOW_BITS, HIGH = HIGH_BITS, OFFSET = LESS, HALVES = PARTS, RAW_BYTES = FILE_BYTES;
   static constexpr bool MINIMUM = WITH_MINIMUM, SUB = SUB_SCALES, CODES = LESS == CODE_OFFSET && LOW_BITS == 4;
   static constexpr const int8_t* TABLE = NO_CODES;
+  static constexpr int DIGITS = CODES ? 8 : LOW + HIGH;  // bits of what is multiplied
   static constexpr bool POWERS = false;    // scales are powers of two, in bf16
   static constexpr bool SIGNED = !WITH_MINIMUM;  // of sub-scales
   static constexpr int TOGETHER = SUB ? 8 : 1, RAW_VALUES = BLOCK * TOGETHER;
@@ -92,6 +93,13 @@ template <> struct Stored<MXFP4> : StoredFormat<4, 0, CODE_OFFSET, false, 1, fal
   static constexpr const int8_t* TABLE = MX_CODES;
   static constexpr bool POWERS = true;
 };  // clang-format on
+
+// The format F with a byte for each value (not a code)
+template <class F>
+struct Unpacked : StoredFormat<8, 0, F::OFFSET, F::MINIMUM, F::HALVES, F::SUB, 0> {
+  static constexpr bool POWERS = F::POWERS;
+  static constexpr int DIGITS = F::DIGITS;
+};
 
 // What blocks of integers are widened to, where many rows are multiplied by them. A group has a byte for each value (not a code), plus
 // OFFSET if there is no minimum, 4 of each output in a line of 128 bytes; then for each half of the values the outputs' scales, and
