@@ -37,20 +37,6 @@ DEFAULT = "<!-- default: research/comparison_page.py -->", "<!-- end of default 
 TARGETS = "<!-- targets: research/comparison_page.py -->", "<!-- end of targets -->"
 LARGER = "<!-- larger: research/comparison_page.py -->", "<!-- end of larger -->"
 PARAMETERS = "<!-- parameters: research/comparison_page.py -->", "<!-- end of parameters -->"
-# measured again later, on more prompts, so left out; before those streams, a 4-bit copy of the target drafted
-LATER = (
-    "streams",
-    "draft-model",
-    "staged",
-    "medusa",
-    "hydra",
-    "hydra++",
-    "eagle",
-    "prompt_lookup",
-    "suffix",
-    "lookahead",
-)
-REPLACED = {"methods-epyc-avx512-2cores-2026-11-25": LATER}
 SECTIONS: tuple[tuple[str, str, Callable[[Result], list[str]]], ...] = (
     ("Summary", "", summary),
     ("Mean acceptance length by task", "", acceptance),
@@ -92,11 +78,6 @@ def _date(result: tuple[str, Result]) -> str:
     return str(result[1]["environment"]["date"])
 
 
-def without(result: Result, names: Sequence[str]) -> Result:
-    """The result without some of its methods."""
-    return {**result, "compared": [method for method in result["compared"] if method["name"] not in names]}
-
-
 def sections(result: Result, level: str) -> list[str]:
     """The tables, each under a heading that begins with ``level``."""
     lines = []
@@ -123,7 +104,7 @@ def outputs() -> dict[str, str]:
     text = between(PAGE, text, PARAMETERS, table(("method", *MODELS), parameter_rows()))
     text = between(PAGE, text, LARGER, larger_targets.lines())
     every = stored("methods-*.json")
-    small = {stem: without(each, REPLACED.get(stem, ())) for stem, each in every.items() if "-qwen" not in stem}
+    small = {stem: each for stem, each in every.items() if "-qwen" not in stem}
     text = between(PAGE, text, DEFAULT, default(small))
     compared = [(stem, each) for stem, each in every.items() if "-qwen" in stem]
     larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))  # two cores first
