@@ -9,7 +9,7 @@ python research/comparison_page.py --check    # write nothing; exit 1 and name e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import by_target
 import larger_targets
