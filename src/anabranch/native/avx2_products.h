@@ -377,7 +377,7 @@ NOINLINE void multiply_stored_part(const QuantizedGroup* x, int64_t stride, cons
   }
 }
 
-// groups of F behind their head -> the same in Unpacked<F>
+// Copies a head and the groups of F after it, as Unpacked<F>.
 template <class F>
 NOINLINE void unpack(const uint8_t* head, const uint8_t* w, int groups, uint8_t* to) {
   std::memcpy(to, head, F::HEAD);

@@ -225,38 +225,34 @@ inline void multiply_interleaved(int count, const bf16* x, int64_t stride, const
 // Values 4 q to 4 q + 3 of 16 outputs, half ``i``, of a group in the format F.
 template <class F>
 inline __m512i stored_quad(const uint8_t* group, int q, int i) {
-  if constexpr (F::WIDE) {
-    return _mm512_loadu_si512(group + 128 * q + 64 * i);
-  } else {
-    constexpr int LOW_EACH = 8 / F::LOW;
-    const __m512i low = _mm512_loadu_si512(group + 128 * (q / LOW_EACH) + 64 * i);
-    const int shift = F::LOW * (q % LOW_EACH);
-    __m512i value = low;
-    if (F::LOW < 8) {
-      value = shift == 0 ? low : _mm512_srli_epi16(low, static_cast<unsigned>(shift));
-      value = _mm512_and_si512(value, _mm512_set1_epi8(static_cast<char>((1 << F::LOW) - 1)));
-    }
-    if constexpr (F::HIGH > 0) {
-      constexpr int HIGH_EACH = 8 / F::HIGH;
-      const __m512i bits = _mm512_loadu_si512(group + 128 * (F::LOW + q / HIGH_EACH) + 64 * i);
-      const int up = F::LOW - F::HIGH * (q % HIGH_EACH);
-      const __m512i moved = up >= 0 ? _mm512_slli_epi16(bits, static_cast<unsigned>(up >= 0 ? up : 0))
-                                    : _mm512_srli_epi16(bits, static_cast<unsigned>(up < 0 ? -up : 0));
-      const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << F::HIGH) - 1) << F::LOW));
-      value = _mm512_ternarylogic_epi32(value, moved, mask, 0xf8);  // value | (moved & mask)
-    }
-    if constexpr (F::CODES) {
-      alignas(64) static constexpr auto bytes = [] {
-        struct {
-          uint8_t of[64];
-        } table{};
-        for (int c = 0; c < 64; ++c) table.of[c] = static_cast<uint8_t>(F::TABLE[c % 16] + CODE_OFFSET);
-        return table;
-      }();
-      value = _mm512_shuffle_epi8(_mm512_load_si512(bytes.of), value);
-    }
-    return value;
+  constexpr int LOW_EACH = 8 / F::LOW;
+  const __m512i low = _mm512_loadu_si512(group + 128 * (q / LOW_EACH) + 64 * i);
+  const int shift = F::LOW * (q % LOW_EACH);
+  __m512i value = low;
+  if (F::LOW < 8) {
+    value = shift == 0 ? low : _mm512_srli_epi16(low, static_cast<unsigned>(shift));
+    value = _mm512_and_si512(value, _mm512_set1_epi8(static_cast<char>((1 << F::LOW) - 1)));
   }
+  if constexpr (F::HIGH > 0) {
+    constexpr int HIGH_EACH = 8 / F::HIGH;
+    const __m512i bits = _mm512_loadu_si512(group + 128 * (F::LOW + q / HIGH_EACH) + 64 * i);
+    const int up = F::LOW - F::HIGH * (q % HIGH_EACH);
+    const __m512i moved = up >= 0 ? _mm512_slli_epi16(bits, static_cast<unsigned>(up >= 0 ? up : 0))
+                                  : _mm512_srli_epi16(bits, static_cast<unsigned>(up < 0 ? -up : 0));
+    const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << F::HIGH) - 1) << F::LOW));
+    value = _mm512_ternarylogic_epi32(value, moved, mask, 0xf8);  // value | (moved & mask)
+  }
+  if constexpr (F::CODES) {
+    alignas(64) static constexpr auto bytes = [] {
+      struct {
+        uint8_t of[64];
+      } table{};
+      for (int c = 0; c < 64; ++c) table.of[c] = static_cast<uint8_t>(F::TABLE[c % 16] + CODE_OFFSET);
+      return table;
+    }();
+    value = _mm512_shuffle_epi8(_mm512_load_si512(bytes.of), value);
+  }
+  return value;
 }
 
 // Scales and minima of 16 outputs, half ``i``, for the values of half ``h`` of a group.

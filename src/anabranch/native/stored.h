@@ -106,16 +106,17 @@ struct Unpacked : StoredFormat<8, 0, F::OFFSET, F::MINIMUM, F::HALVES, F::SUB, 0
 // then minima, in float.
 template <int PARTS, bool WITH_MINIMUM>
 struct WideFormat {
-  static constexpr bool WIDE = true, MINIMUM = WITH_MINIMUM, SUB = false;
+  static constexpr bool WIDE = true, MINIMUM = WITH_MINIMUM, SUB = false, CODES = false;
+  static constexpr int LOW = 8, HIGH = 0;
   static constexpr int HALVES = PARTS, OFFSET = 128, PLANES = MINIMUM ? 2 : 1;
   static constexpr int VALUE_BYTES = BLOCK * BLOCK, SCALE_BYTES = 4 * BLOCK, GROUP = VALUE_BYTES + HALVES * PLANES * SCALE_BYTES;
-  static constexpr int CACHE_LINES = 8;  // that are prefetched beside a group
+  static constexpr int CACHE_LINES = 8;  // of the next block, for each group
 
   static constexpr int64_t head_at(int) { return 0; }
   static constexpr int64_t group_at(int g) { return static_cast<int64_t>(g) * GROUP; }
   static constexpr int64_t scales_at(int h) { return VALUE_BYTES + h * PLANES * SCALE_BYTES; }
   static constexpr int64_t bytes(int width) { return group_at(width / BLOCK); }
-  // bytes that are prefetched beside a block, with one line for each two of weights
+  // the bytes of the next block that a tile prefetches, at half of CACHE_LINES a group
   static constexpr int64_t prefetched(int width) { return static_cast<int64_t>(width / BLOCK) * 64 * CACHE_LINES / 2; }
 };
 template <class F>
