@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmark_tables import table
-from comparison_tables import alone, methods
+from comparison_tables import alone, newest_of_each
 from larger_targets import TARGET, contenders
 
 __all__ = ["lines"]
@@ -56,31 +56,21 @@ def lines(small: Mapping[str, Result], middle: Mapping[str, Result]) -> list[str
 
 
 def _newest(results: Mapping[str, Result], nodes: int) -> Iterator[tuple[str, Cell]]:
-    """The methods with drafts of this size, each from the newest result that has it, two cores before a GPU."""
-    order = sorted(
-        results.items(),
-        key=lambda each: (each[1]["environment"]["device"] == "cpu", each[1]["environment"]["date"]),
-        reverse=True,
-    )
-    seen: set[str] = set()
-    for stem, result in order:
-        if nodes not in result["run"]["budgets"]:
-            continue
+    """The methods with drafts of this size, each from the newest result that has it."""
+    sized = {stem: result for stem, result in results.items() if nodes in result["run"]["budgets"]}
+    for stem, result, method in newest_of_each(sized):
         run, where = result["run"], result["environment"]
         device = f"{where['kernels']} on two cores" if where["device"] == "cpu" else where["device"]
         source = f"`{stem}` ({device}, {run['limit']} prompts, {run['max_new_tokens']} new tokens)"
-        fresh = [method for method in methods(result) if method["name"] not in seen]
-        seen.update(method["name"] for method in fresh)
-        for method in fresh:
-            for record in alone(method):
-                if record["name"] in (f"{nodes} nodes", "as given"):
-                    facts = method["facts"]
-                    trained = facts.get("answer_tokens", 0) * facts.get("epochs", 0) / 1e6
-                    tokens = None if facts.get("init") else trained
-                    length, speedup = record["mean_acceptance_length"], record["speedup_total"]
-                    # a trained draft model is labelled with the name of its folder
-                    name = "draft_model" if method["name"] == "draft-model" else method["name"]
-                    yield name, Cell(record["name"], length, speedup, tokens, source)
+        for record in alone(method):
+            if record["name"] in (f"{nodes} nodes", "as given"):
+                facts = method["facts"]
+                trained = facts.get("answer_tokens", 0) * facts.get("epochs", 0) / 1e6
+                tokens = None if facts.get("init") else trained
+                length, speedup = record["mean_acceptance_length"], record["speedup_total"]
+                # a trained draft model is labelled with the name of its folder
+                name = "draft_model" if method["name"] == "draft-model" else method["name"]
+                yield name, Cell(record["name"], length, speedup, tokens, source)
 
 
 def _large() -> Iterator[tuple[tuple[str, int], Cell]]:

@@ -22,6 +22,7 @@ __all__ = [
     "largest",
     "methods",
     "minutes",
+    "newest_of_each",
     "ranks",
     "sampled_speeds",
     "speeds",
@@ -147,6 +148,20 @@ def _length(record: Record | None) -> str:
 def methods(result: Result) -> Iterator[Method]:
     """The methods of which some part was measured."""
     return (method for method in result["compared"] if "parts" in method)
+
+
+def newest_of_each(results: Mapping[str, Result]) -> Iterator[tuple[str, Result, Method]]:
+    """Each method from the newest result that has it, two cores before a GPU: (name of the result, result, method)."""
+
+    def place(each: tuple[str, Result]) -> tuple[bool, str]:
+        where = each[1]["environment"]
+        return where["device"] == "cpu", where["date"]
+
+    seen: set[str] = set()
+    for stem, result in sorted(results.items(), key=place, reverse=True):
+        fresh = [method for method in methods(result) if method["name"] not in seen]
+        seen.update(method["name"] for method in fresh)
+        yield from ((stem, result, method) for method in fresh)
 
 
 def _speed(method: Method, rows: int, weights: str, name: str | None = None) -> str:

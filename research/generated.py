@@ -19,9 +19,10 @@ def results(pattern: str) -> dict[str, Result]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(BENCHMARKS.glob(pattern))}
 
 
-def newest(pattern: str) -> tuple[str, Result] | None:
-    """The name and content of the newest result that matches a pattern, by the date in it."""
-    return max(results(pattern).items(), key=lambda each: (each[1]["environment"]["date"], each[0]), default=None)
+def newest(pattern: str, fits: Callable[[Result], bool] = lambda result: True) -> tuple[str, Result] | None:
+    """The name and content of the newest result that matches a pattern and fits, by the date in it."""
+    fitting = (each for each in results(pattern).items() if fits(each[1]))
+    return max(fitting, key=lambda each: (each[1]["environment"]["date"], each[0]), default=None)
 
 
 def between(page: str, text: str, marks: tuple[str, str], lines: Sequence[str]) -> str:

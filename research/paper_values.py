@@ -7,7 +7,8 @@ from typing import Any
 
 from anabranch.analysis.theory import expected_tokens, parity, speedup
 from anabranch.support.table import percent, signed_percent
-from generated import Result, newest
+from comparison_tables import alone, newest_of_each
+from generated import Result, newest, results
 from intervals import speedup_interval, task_cell
 from studies import branching, gradients, leviathan, long_context, quantization, roofline
 from studies.speed import PLAIN, by_name
@@ -181,7 +182,6 @@ def draft_model_latency() -> str:
 
 
 def mt_bench_lengths() -> str:
-    methods = latest("methods-qwen2.5-coder-0.5b-epyc-*.json")["compared"]
     names = {
         "streams": "our streams",
         "hydra": "Hydra",
@@ -189,15 +189,18 @@ def mt_bench_lengths() -> str:
         "medusa-paper:tree=sparse": "Medusa-1",
         "paper-lossless:placement=ride": "lossless form",
     }
-    lengths = {}
-    for name, title in names.items():
-        (records,) = _named(methods, name=name)["parts"].values()
-        of = _named(records, name="8 nodes")["by_task"]["mt_bench"]
-        lengths[title] = _tokens(of)
+    compared = newest_of_each(results("methods-qwen2.5-coder-0.5b-*2cores-*.json"))
+    found = {
+        name: _named(alone(method), name="8 nodes")["by_task"]["mt_bench"]
+        for *_, method in compared
+        if (name := method["name"]) in names
+    }
     more = latest("qwen2.5-coder-0.5b-mt-bench-*.json")
     return (
-        f"0.5B, 8 nodes, {of['prompts']} prompts: "
-        + ", ".join(f"{title} {length}" for title, length in lengths.items())
+        "0.5B, 8 nodes: "
+        + ", ".join(
+            f"{title} {_tokens(found[name])} ({found[name]['prompts']} prompts)" for name, title in names.items()
+        )
         + f"; our streams on {more['run']['prompts']} prompts of {more['run']['max_new_tokens']} tokens "
         + _tokens(_named(more["contenders"], name=TREE))
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmark_tables import table
 from comparison_tables import alone, largest
+from comparison_tables import methods as measured
 from generated import ROOT, Result, between, newest, write_or_check
 from targets import LLAMA, Run, machine, ours, over, peer, run_of
 
@@ -155,7 +156,7 @@ def engines() -> list[str]:
 def methods(stem: str, result: Result) -> list[str]:
     """Mean acceptance length, cost and speed of each method on one row."""
     run, weights = result["run"], result["run"]["weights"][0]
-    found = {method["name"]: method for method in result["compared"]}
+    found = {method["name"]: method for method in measured(result)}
     rows = []
     for name, (drafter, how, page) in METHODS.items():
         records = alone(found[name], weights)
@@ -184,6 +185,11 @@ def methods(stem: str, result: Result) -> list[str]:
     ]
 
 
+def _has_all(result: Result) -> bool:
+    """Return whether a comparison has every method of the table."""
+    return METHODS.keys() <= {method["name"] for method in measured(result)}
+
+
 def _linked(drafter: str, page: str) -> str:
     return f"[`{drafter}`](docs/methods/{page}.md)"
 
@@ -199,7 +205,7 @@ def _millions(count: int) -> str:
 def outputs() -> dict[str, str]:
     """README.md with its generated parts renewed."""
     text = (ROOT / README).read_text(encoding="utf-8")
-    compared = newest("methods-qwen2.5-coder-0.5b-epyc-*.json")
+    compared = newest("methods-qwen2.5-coder-0.5b-*2cores-*.json", _has_all)
     assert compared is not None
     for name, lines in {"speed": speed(), "methods": methods(*compared), "engines": engines()}.items():
         text = between(README, text, (f"<!-- {name}: {SCRIPT} -->", f"<!-- end of {name} -->"), lines)
