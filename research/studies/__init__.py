@@ -36,6 +36,7 @@ STUDIES: tuple[Study, ...] = (
     learning.LARGER,
     learning.COMPARED,
     learning.ADDED,
+    learning.STORED,
     learning.PARTS,
     overhead.STUDY,
     branching.STUDY,

@@ -10,7 +10,7 @@ from anabranch.errors import InputError
 from anabranch.train.checkpoint import read_log
 from studies.base import Chart, Line, Result, Setup, Study, Table
 
-__all__ = ["ADDED", "COMPARED", "LARGER", "PARTS", "STUDY"]
+__all__ = ["ADDED", "COMPARED", "LARGER", "PARTS", "STORED", "STUDY"]
 
 POINTS = 12  # of a run, over whose lines the loss is averaged
 SIZES = ("4 nodes", "8 nodes")
@@ -162,6 +162,21 @@ ADDED = replace(
     command="python research/study.py learning_added --adapter hydra=ADAPTERS/hydra "
     "--adapter 'space-paper=ADAPTERS/space-paper --target-format int8' --adapter medusa2=ADAPTERS/medusa2 "
     "--out benchmarks/study-learning_added-DATE.json",
+)
+
+STORED = replace(
+    LARGER,
+    name="learning_stored",
+    title="Trainings of the comparison on 0.5 billion parameters",
+    measures="Learning curves of the adapters of Qwen2.5-Coder-0.5B that were [measured on 120 "
+    "prompts](comparison.md#qwen25-coder-05b-instruct-q4_k_m-on-two-cores), trained on its Q4_K_M file as it is "
+    "stored, on the same 0.23 million completion tokens, 3.1 times over. Two trainings shared two cores of a Xeon "
+    "with AVX-512. The prompts and completions were made as those [of the default "
+    "model](#the-papers-recipes-on-the-same-completions). The trainings were started by `MODEL=FILE.gguf WORDS=8192 "
+    "EPOCHS=3.1 EVERY=1060 research/train_methods`.",
+    command="python research/study.py learning_stored --model MODEL.gguf "
+    "--adapter paper-lossless=ADAPTERS/paper-lossless --adapter medusa-paper=ADAPTERS/medusa-paper "
+    "--out benchmarks/study-learning_stored-DATE.json",
 )
 
 PARTS = replace(
