@@ -1,7 +1,7 @@
 """Write the results of docs/comparison.md, and a chart, from benchmarks/methods-*.json.
 
-The page begins with the results of targets of 0.5 billion parameters or more (methods-qwen*), one for each kind of
-machine. Those of the default model (the other methods-*) follow.
+The page begins with the results of targets of 0.5 billion parameters or more (methods-qwen*), two cores before a GPU
+and the newest first. Those of the default model (the other methods-*) follow.
 
 python research/comparison_page.py            # write
 python research/comparison_page.py --check    # write nothing; exit 1 and name every file that would change
@@ -58,7 +58,8 @@ def results(larger: Mapping[str, Result]) -> list[str]:
     lines = []
     for stem, result in larger.items():
         model, device = result["run"]["model"].removesuffix(".gguf"), result["environment"]["device"]
-        lines += [f"### {model}, on {'two cores' if device == 'cpu' else device}", "", *heading(result)]
+        where = f"two cores, {result['environment']['kernels']}" if device == "cpu" else device
+        lines += [f"### {model}, on {where}", "", *heading(result)]
         if device == "cpu":
             lines += [f"![Mean acceptance length against the cost of a step](pictures/{stem}.svg)", ""]
         lines += sections(result, "####")
@@ -107,7 +108,8 @@ def outputs() -> dict[str, str]:
     small = {stem: each for stem, each in every.items() if "-qwen" not in stem}
     text = between(PAGE, text, DEFAULT, default(small))
     compared = [(stem, each) for stem, each in every.items() if "-qwen" in stem]
-    larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))  # two cores first
+    compared.sort(key=_date, reverse=True)
+    larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))
     text = between(PAGE, text, TARGETS, by_target.lines(small, larger))
     files = {PAGE: between(PAGE, text, RESULTS, results(larger))}
     for stem, result in larger.items():
