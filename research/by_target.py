@@ -105,12 +105,16 @@ def _sources(cells: Cells) -> list[str]:
 
 
 def _orders(cells: Cells) -> list[str]:
-    """The order of the methods that were measured on the default model and on the 0.5B, by length and by speed."""
+    """The order, by length and by speed, of methods that were measured together on both targets, 135M and 0.5B."""
+    groups: dict[tuple[int, str, str], dict[str, dict[str, Cell]]] = {}
+    for (name, nodes), each in cells.items():
+        if {SMALL, MIDDLE} <= each.keys():
+            groups.setdefault((nodes, each[SMALL].source, each[MIDDLE].source), {})[name] = each
     found = []
-    for nodes in NODES:
-        both = {name: each for (name, size), each in cells.items() if size == nodes and {SMALL, MIDDLE} <= set(each)}
-        if not both:
+    for (nodes, *sources), both in groups.items():
+        if len(both) < 2:
             continue
+        where = " and ".join(f"`{source.split('`')[1]}`" for source in sources)
         for what, field in (("length", "length"), ("speed", "speedup")):
             orders = [
                 " > ".join(f"`{name}`" for name in sorted(both, key=lambda name: -getattr(both[name][target], field)))
@@ -118,5 +122,5 @@ def _orders(cells: Cells) -> list[str]:
             ]
             same = orders[0] == orders[1]
             text = f"{orders[0]} on both" if same else f"{orders[0]} on the {SMALL}, {orders[1]} on the {MIDDLE}"
-            found.append(f"- By {what}, {nodes} nodes: {text}.")
+            found.append(f"- By {what}, {nodes} nodes, in {where}: {text}.")
     return [*found, ""]

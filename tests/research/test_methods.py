@@ -467,5 +467,8 @@ def test_targets_next_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| `eagle` | 8 nodes | 2.00 | 1.00 | 1.40 | 0.70 | 0.5 and 0.5 |" in text
     assert "space" not in text, "it is measured on one target only"
     assert "- 0.5B with 8 nodes: `middle` (avx2 on two cores, 12 prompts, 64 new tokens)" in text
-    assert "By length, 8 nodes: `eagle` > `hydra` on the 135M, `hydra` > `eagle` on the 0.5B." in text
+    orders = "`eagle` > `hydra` on the 135M, `hydra` > `eagle` on the 0.5B"
+    assert f"By length, 8 nodes, in `small` and `middle`: {orders}." in text
     assert "16 nodes" not in text
+    newer = {"newer": compared(8, {"eagle": 1.5}, date="2026-01-04"), **middle}
+    assert "By length" not in "\n".join(by_target.lines(small, newer)), "the two were not measured together"
