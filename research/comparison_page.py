@@ -21,6 +21,7 @@ from comparison_tables import (
     dots,
     failures,
     heading,
+    in_order,
     ranks,
     sampled_speeds,
     speeds,
@@ -69,14 +70,10 @@ def results(larger: Mapping[str, Result]) -> list[str]:
 def default(results: Mapping[str, Result]) -> list[str]:
     """The results of the default model, the newest first."""
     lines = []
-    for stem, result in sorted(results.items(), key=_date, reverse=True):
-        title = f"{_date((stem, result))}, {result['environment']['kernels']}"
+    for _, result in in_order(results):
+        title = f"{result['environment']['date']}, {result['environment']['kernels']}"
         lines += [f"### {title}", "", *heading(result), *sections(result, "####")]
     return lines
-
-
-def _date(result: tuple[str, Result]) -> str:
-    return str(result[1]["environment"]["date"])
 
 
 def sections(result: Result, level: str) -> list[str]:
@@ -107,9 +104,7 @@ def outputs() -> dict[str, str]:
     every = stored("methods-*.json")
     small = {stem: each for stem, each in every.items() if "-qwen" not in stem}
     text = between(PAGE, text, DEFAULT, default(small))
-    compared = [(stem, each) for stem, each in every.items() if "-qwen" in stem]
-    compared.sort(key=_date, reverse=True)
-    larger = dict(sorted(compared, key=lambda each: each[1]["environment"]["device"] != "cpu"))
+    larger = dict(in_order({stem: each for stem, each in every.items() if "-qwen" in stem}))
     text = between(PAGE, text, TARGETS, by_target.lines(small, larger))
     files = {PAGE: between(PAGE, text, RESULTS, results(larger))}
     for stem, result in larger.items():

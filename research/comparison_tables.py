@@ -19,6 +19,7 @@ __all__ = [
     "dots",
     "failures",
     "heading",
+    "in_order",
     "largest",
     "methods",
     "minutes",
@@ -150,15 +151,20 @@ def methods(result: Result) -> Iterator[Method]:
     return (method for method in result["compared"] if "parts" in method)
 
 
-def newest_of_each(results: Mapping[str, Result]) -> Iterator[tuple[str, Result, Method]]:
-    """Each method from the newest result that has it, two cores before a GPU: (name of the result, result, method)."""
+def in_order(results: Mapping[str, Result]) -> list[tuple[str, Result]]:
+    """Results by name: those of two cores before those of a GPU, the newest first."""
 
     def place(each: tuple[str, Result]) -> tuple[bool, str]:
         where = each[1]["environment"]
         return where["device"] == "cpu", where["date"]
 
+    return sorted(results.items(), key=place, reverse=True)
+
+
+def newest_of_each(results: Mapping[str, Result]) -> Iterator[tuple[str, Result, Method]]:
+    """Each method from the first result ``in_order`` that has it: (name of the result, result, method)."""
     seen: set[str] = set()
-    for stem, result in sorted(results.items(), key=place, reverse=True):
+    for stem, result in in_order(results):
         fresh = [method for method in methods(result) if method["name"] not in seen]
         seen.update(method["name"] for method in fresh)
         yield from ((stem, result, method) for method in fresh)

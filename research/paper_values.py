@@ -190,18 +190,15 @@ def mt_bench_lengths() -> str:
         "paper-lossless:placement=ride": "lossless form",
     }
     compared = newest_of_each(results("methods-qwen2.5-coder-0.5b-*2cores-*.json"))
-    found = {
-        name: _named(alone(method), name="8 nodes")["by_task"]["mt_bench"]
-        for *_, method in compared
-        if (name := method["name"]) in names
-    }
+    methods = {method["name"]: method for *_, method in compared}
+    lengths = []
+    for name, title in names.items():
+        of = _named(alone(methods[name]), name="8 nodes")["by_task"]["mt_bench"]
+        lengths.append(f"{title} {_tokens(of)} ({of['prompts']} prompts)")
     more = latest("qwen2.5-coder-0.5b-mt-bench-*.json")
     return (
-        "0.5B, 8 nodes: "
-        + ", ".join(
-            f"{title} {_tokens(found[name])} ({found[name]['prompts']} prompts)" for name, title in names.items()
-        )
-        + f"; our streams on {more['run']['prompts']} prompts of {more['run']['max_new_tokens']} tokens "
+        f"0.5B, 8 nodes: {', '.join(lengths)}"
+        f"; our streams on {more['run']['prompts']} prompts of {more['run']['max_new_tokens']} tokens "
         + _tokens(_named(more["contenders"], name=TREE))
     )
 

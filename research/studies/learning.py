@@ -170,7 +170,7 @@ STORED = replace(
     title="Trainings of the comparison on 0.5 billion parameters",
     measures="Learning curves of the adapters of Qwen2.5-Coder-0.5B that were [measured on 120 "
     "prompts](comparison.md#qwen25-coder-05b-instruct-q4_k_m-on-two-cores-avx512_vnni), trained on its Q4_K_M file as "
-    "it is stored, on the same 0.23 million completion tokens, 3.1 times over. Two trainings shared two cores of a "
+    "it is stored, on the same 0.22 million completion tokens, 3.1 times over. Two trainings shared two cores of a "
     "Xeon with AVX-512. The prompts and completions were made as those [of the default "
     "model](#the-papers-recipes-on-the-same-completions). The trainings were started by `MODEL=FILE.gguf WORDS=8192 "
     "EPOCHS=3.1 EVERY=1060 research/train_methods`.",
